@@ -31,8 +31,8 @@ class Return(NamedTuple):
     attach_s: float
     """Seconds from the client's ATTACHes to the end of the measurement."""
     cpu_s: float
-    """Seconds of CPU time of all processes, minus the CPU time that the same number of entries
-    takes without a cut."""
+    """The CPU time of all processes during the measurement, minus their CPU time for the same
+    number of entries without a cut, in seconds."""
 
 
 async def come_back(
@@ -114,8 +114,9 @@ class Returning:
         self._aim([stream._call.received + 1 for stream in self._streams])
 
     async def come_back(self) -> tuple[float, float]:
-        """Cuts the connection, and waits until each stream has received its next entry. Returns the
-        seconds from the cut until then, and from the client's ATTACHes until then."""
+        """Cuts the connection, and waits until each stream has received its next entry. Returns two
+        times, in seconds: from the cut and from the client's ATTACHes to the last of these
+        entries."""
         self._aim([-1] * len(self._counts))
         cut_at = time.monotonic()
         cut(self._front)
@@ -131,8 +132,8 @@ class Returning:
 
 
 def cut(endpoint: str) -> None:
-    """Shuts down the connections of this process to an ``ipc://`` endpoint of ZeroMQ, in both
-    directions, so that both ends detect the cut."""
+    """Shuts down this process's connections to an ``ipc://`` endpoint of ZeroMQ. Both directions
+    are shut down, so that both ends detect the cut."""
     path = endpoint.removeprefix("ipc://")
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -38,8 +38,8 @@ class Backend:
     context: Callable[[Packed, KVCache], Any]
     """Returns the metadata of a step for ``attend``."""
     in_place: bool
-    """Whether the backend reads blocks in place, by the metadata in ``Packed.spans``. If not, it
-    gathers the blocks of each group in ``Packed.groups``."""
+    """Whether the backend reads blocks in place; it then uses the metadata in ``Packed.spans``. If
+    not, it gathers the blocks of each group in ``Packed.groups``."""
     block_sizes: tuple[int, ...]
     soft_cap: bool
     """Whether the backend can cap the attention scores (``softcap``)."""
@@ -79,7 +79,7 @@ def backends(device: torch.device) -> list[Backend]:
 
 
 def _triton(device: torch.device) -> Backend:
-    """The Triton kernels, which Triton's interpreter runs on a CPU."""
+    """The Triton kernels. On a CPU, Triton's interpreter runs them."""
     why, attend = "", attention.attend
     if importlib.util.find_spec("triton") is None:
         why = "Triton is not installed"

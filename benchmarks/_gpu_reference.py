@@ -1,4 +1,4 @@
-"""Checks the engine's tokens against the tokens that the same model gives in transformers."""
+"""Compares the engine's tokens with the tokens that transformers samples from the same model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from _gpu_world import World
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
 TIE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
-"""Two logits count as a tie if their distance is less than this fraction of the logits' standard
-deviation, because kernels round differently."""
+"""If the distance of two logits is less than this fraction of the logits' standard deviation, they
+count as a *tie*, because kernels round differently."""
 
 
 class Reference:
@@ -65,9 +65,9 @@ class Reference:
         places: Sequence[int] | None = None,
         allowed: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Checks that each token at ``places`` of ``got`` (None: each token) is the most likely
-        token after its predecessors, up to a tie. ``allowed``: for each token of ``got``, the
-        tokens that its mask allows, ``[vocab]``."""
+        """Checks that each token at ``places`` of ``got`` is the most likely token after the tokens
+        before it, up to a tie. If ``places`` is None, checks each token. ``allowed``: for each
+        token of ``got``, the tokens that its mask allows, ``[vocab]``."""
         rows = self._logits(prompt, got)
         spread = rows.std().item()
         if allowed is not None:

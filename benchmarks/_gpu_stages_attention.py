@@ -63,7 +63,7 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """All cases. A dry run has only some of them, in which each value of each field occurs at least
+    """All cases. A dry run has only some of them, but each value of each field occurs at least
     once."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)
@@ -80,8 +80,8 @@ def _cases(world: World, backend: Backend) -> list[Case]:
 
 def _check(world: World, backend: Backend, case: Case) -> float:
     """Returns the largest difference from float32 attention in a case. Records a fault if the
-    difference exceeds ``TOLERANCE``, or if a row of a row-invariant backend depends on its
-    batch."""
+    difference exceeds ``TOLERANCE``. Also records a fault if the backend is row-invariant, and a
+    row depends on its batch."""
     inputs = _Inputs(world, case)
     found = inputs.attend(backend, inputs.chunks)
     difference = (found.float() - inputs.wanted()).abs().max().item()
@@ -117,7 +117,7 @@ class _Inputs:
         self.key, self.value = (self._normal(total, case.kv_heads, case.dim) for _ in range(2))
 
     def attend(self, backend: Backend, chunks: Items[Chunk], first: int = 0) -> torch.Tensor:
-        """The result of a backend for ``chunks``, whose queries begin at row ``first`` of
+        """The result of a backend for ``chunks``. Their queries begin at row ``first`` of
         ``query``."""
         case = self._case
         order, packed = pack(Batch(list(chunks)), case.block_size, spans=backend.in_place)
@@ -169,7 +169,7 @@ class _Inputs:
 
 
 def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
-    """Chunks that end at these lengths. Each sequence in the second half of the list shares full
+    """Chunks that end at these lengths. In the second half of the list, each sequence shares full
     blocks with the sequence before it, like a fork or a prefix hit."""
     used = [len(range(0, n, case.block_size)) for n in lengths]
     pool = list(range(1, 1 + sum(used)))

@@ -63,8 +63,8 @@ def _capture(world: World, loaded: LoadedModel) -> None:
 
 
 def _sizes(world: World, loaded: LoadedModel) -> None:
-    """Compares steps with and without graphs: their times and their logits. Covers full batches of
-    each graph size, and batches that are padded to this size."""
+    """Compares the times and the logits of steps with and without graphs. For each graph size,
+    compares a full batch, and a batch that is padded to this size."""
     with_graphs, without = (
         world.engine(loaded, max_num_seqs=SIZES[-1], overlap=False) for _ in range(2)
     )
@@ -143,7 +143,7 @@ def _load_during_capture(world: World) -> None:
 
 def _evict(world: World) -> None:
     """Loads two models in turn. Only one may stay loaded (``max_models``), so each load evicts the
-    other model, whose memory must be freed."""
+    other model. The memory of the evicted model must be freed."""
     gc.collect()
     _empty_cache(world)
     before = _allocated(world)
@@ -174,7 +174,7 @@ def _evict(world: World) -> None:
 
 def _load(models: Models, name: str) -> weakref.ref[Engine]:
     """Loads a model as a worker does, and runs a short request. Returns a weak reference to the
-    engine, with which the caller checks that the engine is freed."""
+    engine. With this reference, the caller checks that the engine is freed."""
     models.want(name)
     while not isinstance(event := models.events.get(), Ready | Failed):
         pass

@@ -18,8 +18,8 @@ from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
 
 ROWS = 64
 MAX_DIFFERENT = 1e-3
-"""Maximum share of the tokens that may differ. Some differ because kernels sum in different
-orders."""
+"""Maximum share of tokens that may differ. Kernels sum in different orders, so some tokens
+differ."""
 LOGPROB_TOLERANCE = 1e-4
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -1,8 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` is the rate at which a step
-reads these bytes, divided by the rate at which a copy within the device's memory reads and writes
-bytes.
+A step must read the weights, the keys and the values. ``of_bandwidth`` compares the rate at which a
+step reads these bytes with the device's bandwidth. The bandwidth is the rate at which a copy within
+the device's memory reads and writes bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def run(world: World) -> None:
-    """Measures all points. Points with targets come first, because the time limit may be reached
+    """Measures all points. Points with targets come first, because the time limit may end the stage
     before the last points."""
     bandwidth = measure_bandwidth(world)
     world.record("bandwidth_gb_per_s", bandwidth / 1e9)
@@ -64,8 +64,8 @@ def measure_bandwidth(world: World) -> float:
 
 
 def step_bytes(loaded: LoadedModel, point: Point) -> int:
-    """Minimum number of bytes that a decode step reads: the weights that it multiplies by, the keys
-    and the values. The input embedding counts only if it is also the output layer."""
+    """Minimum number of bytes that a decode step reads: the weights of its matrix multiplications,
+    the keys and the values. The input embedding counts only if it is also the output layer."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

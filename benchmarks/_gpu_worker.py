@@ -1,7 +1,7 @@
 """A GPU worker with a model of 8B and random weights: ``python _gpu_worker.py``.
 
-The tokenizer is that of the configured checkpoint, and the rest of the worker is unchanged. The
-weights are made on the device, so that loading them does not take time.
+The worker has the tokenizer of the configured checkpoint. Only the weights are different from a
+normal worker's. They are made on the device, so that loading them does not take time.
 """
 
 from __future__ import annotations

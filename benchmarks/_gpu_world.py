@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1376, "initializer_range": 0.05}
-"""Settings of the small Llama: heads with 64 dimensions, and weights that are so large that
+"""Settings of the small Llama. Its heads have 64 dimensions. Its weights are large, so that
 attention affects the logits."""
 
 
@@ -172,7 +172,7 @@ def disable_graphs(engine: Engine) -> None:
 
 
 def random_prompts(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens, which are the same for the same seed."""
+    """``count`` prompts of ``length`` tokens. With the same seed, the prompts are the same."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
@@ -184,8 +184,9 @@ Texts = dict[tuple[int, int], list[int]]
 def run_to_end(
     engine: Engine, decide: Callable[[PendingStep, Texts], None] = lambda step, got: None
 ) -> Texts:
-    """Runs steps until all requests have ended. ``decide`` is called in each step between forward
-    and sampling, with the step and the tokens so far. Raises CheckFailed if a sequence fails."""
+    """Runs steps until all requests have ended. In each step, ``decide`` is called between the
+    forward and the sampling, with the step and the tokens so far. Raises CheckFailed if a sequence
+    fails."""
     got: Texts = {}
     while engine.has_work:
         step = engine.begin()
@@ -208,8 +209,8 @@ def greedy(max_tokens: int, **more: Any) -> Sampling:
 
 @contextmanager
 def no_warnings(world: World) -> Iterator[None]:
-    """Records every warning of the engine as a fault, because a failed step or draft is only
-    logged."""
+    """Records every warning of the engine as a fault. The engine only logs a failed step or
+    draft."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

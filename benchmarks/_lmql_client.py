@@ -2,8 +2,9 @@
 
 ``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON: a
 list of (prompt, max_tokens) pairs whose streams begin together. For each round, the process prints
-the number of received tokens and the seconds. LMQL's server runs all streams of a batch up to the
-largest ``max_tokens`` of the batch. Tokens beyond a stream's own ``max_tokens`` are not counted.
+the number of received tokens and the seconds. LMQL's server continues all streams of a batch up to
+the largest ``max_tokens`` of the batch. If a stream receives more tokens than its own
+``max_tokens``, the additional tokens are not counted.
 """
 
 import asyncio

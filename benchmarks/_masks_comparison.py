@@ -39,16 +39,17 @@ Makers = dict[str, Callable[[], Engine]]
 
 @dataclass(slots=True)
 class Line:
-    """The figures of a case: for each engine, the mean time of a step over the case's texts."""
+    """The figures of a case. The time of an engine is the mean over the steps of all texts of the
+    case."""
 
     case: str
     tokens: int
     differing: int = 0
     """Number of our masks that differ from llguidance's masks."""
     first: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in the first pass of a new engine, by engine."""
+    """By engine: microseconds of a step in the first pass of a new engine."""
     again: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in later passes over the same texts, by engine."""
+    """By engine: microseconds of a step in later passes over the same texts."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds to compile the grammar, for xgrammar and outlines-core."""
 
@@ -106,8 +107,8 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Returns functions that make our engine and llguidance's engine, by name. Also returns an
-        empty dict, to which the caller adds the other engines."""
+        """Returns two dicts of functions that make engines, by name. The first has our engine and
+        llguidance's. The second is empty, and the caller adds the other engines."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),

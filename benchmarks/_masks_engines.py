@@ -1,5 +1,5 @@
-"""One interface for engines that compute masks: our grammar engine, and the engines with which it
-is compared.
+"""One interface for engines that compute masks. The engines are our grammar engine, and other
+engines for comparison.
 
 An engine is constructed from a grammar and walks a text. It fills the mask at the beginning of the
 text. Then, for each token, it accepts the token and fills the next mask. Only accepting and filling
@@ -25,7 +25,8 @@ _clock = time.perf_counter
 
 
 class Engine(Protocol):
-    """One engine for one grammar. It walks one text after another, with the same caches."""
+    """One engine for one grammar. It walks several texts one after another, and keeps its
+    caches."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
         """Walks a text. Returns the seconds to fill the first mask, at the beginning of the text.
@@ -39,8 +40,8 @@ class Engine(Protocol):
 
 
 class _Walking:
-    """Walks texts with two functions, which the subclass's ``_begin`` returns for each text. The
-    first accepts a token, and the second fills the mask."""
+    """Walks texts with two functions. For each text, ``_begin`` of the subclass returns them. The
+    first function accepts a token, and the second fills the mask."""
 
     _mask: bytearray
 
@@ -129,8 +130,9 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance. Before each text, the matcher is reset and not replaced, because a reset keeps
-    the states of the lexer. Masks are filled by the fastest call, which writes to an address."""
+    """llguidance. Before each text, the matcher is reset. It is not replaced by a new matcher,
+    because a reset keeps the states of the lexer. The fastest call fills the masks: it writes to an
+    address."""
 
     name = "llguidance"
 

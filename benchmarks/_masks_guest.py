@@ -91,9 +91,9 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds from a constraint's argument to the constraint's first mask. The first dict has
-    the reported figures, the second dict a figure for each regular expression. Work that a worker
-    does only once is excluded. Each figure is the best of several runs with new ``Constraints``,
-    because other work on the machine slows most runs."""
+    the reported figures. The second dict has a figure for each regular expression. Work that a
+    worker does only once is excluded. Each figure is the minimum of several runs with new
+    ``Constraints``, because other work on the machine slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -120,16 +120,16 @@ def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _wrapped(pattern: str, times: int) -> str:
-    """A pattern that matches the same texts but is written differently, so that it is compiled
-    again."""
+    """Writes a pattern differently, so that it is compiled again. It still matches the same
+    texts."""
     return "(?:" * times + pattern + ")" * times
 
 
 def _first_mask(
     world: World, constraints: Constraints, name: str, arg: str, after: str = ""
 ) -> float:
-    """Seconds from an argument to its first mask. Afterwards, the text ``after`` is processed
-    without timing, to fill the caches."""
+    """Seconds from an argument to its first mask. After the measurement, the text ``after`` is
+    processed to fill the caches."""
     program = constraints.get(name)
     assert program is not None
     mask = world.mask()
@@ -155,10 +155,9 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar, in time and in memory. The time, in
-    microseconds, ends with the sequence's first mask, which an earlier sequence has already
-    computed. The memory is the number of bytes by which the sandbox grows for a sequence in the
-    middle of a file."""
+    """The cost of another sequence under the C grammar. The time is that of the start and the first
+    mask of a sequence, in microseconds. An earlier sequence has already computed this mask. The
+    memory is the growth of the sandbox for a sequence in the middle of a file, in bytes."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -54,7 +54,7 @@ class Round(NamedTuple):
     appended: list[int]
     """The tokens to append: none in the first round, later one sampled token or forced tokens."""
     masked: bool
-    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
+    """Whether the result is a mask. If not, further tokens are forced, or the text has ended."""
 
 
 class Schemas:
@@ -79,9 +79,9 @@ class Schemas:
     def overhead(self, passes: int) -> dict[str, float]:
         """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
         and fills a mask. ``schema_overhead`` is measured over the rounds that end in a mask.
-        ``schema_overhead_forced`` is measured over all rounds, and includes the time in which our
-        controller computes forced tokens. The first pass fills caches; the median over the passes
-        removes its effect."""
+        ``schema_overhead_forced`` is measured over all rounds. It includes the time in which our
+        controller computes forced tokens. The first pass fills caches. The figures are medians over
+        all passes, so the first pass does not affect them."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []

@@ -23,8 +23,8 @@ TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "tokens" / "real_tokeni
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
-"""``max_tokens`` of every sequence. Each text has fewer tokens, so no constraint has to close its
-output before the text ends."""
+"""``max_tokens`` of every sequence. Each text has fewer tokens than this number. So no constraint
+has to close its output before the text ends."""
 MICRO = 1e6
 MILLI = 1e3
 
@@ -69,6 +69,6 @@ def p99(seconds: Sequence[float]) -> float:
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
     """For each step, takes the median of its times in all passes. Returns the mean of these
-    medians, in microseconds. The median removes the effect of other load, which affects different
-    steps in each pass."""
+    medians, in microseconds. Other load affects different steps in each pass, so the medians
+    exclude its effect."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

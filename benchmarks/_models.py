@@ -37,12 +37,12 @@ def llama(**changes: Any) -> Any:
 
 
 def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes: Any) -> Path:
-    """Writes the Llama as a checkpoint with a byte-level tokenizer. Without ``eos``, the tokenizer
-    has no end-of-sequence token, so that a stream under a regex reaches its limit.
+    """Writes the Llama as a checkpoint with a byte-level tokenizer. If ``eos`` is False, the
+    tokenizer has no end-of-sequence token, so that a stream under a regex continues to its limit.
 
-    By default, tokens above 256 are pairs of bytes, which the tokenizer never produces. With
-    ``words``, these tokens are words of up to four letters with a space before them. Sampled text
-    then has the same tokens if it is tokenized again.
+    By default, tokens above 256 are pairs of bytes, and the tokenizer never produces them. With
+    ``words``, these tokens are words of up to four letters with a space before them. If a sampled
+    text is tokenized, the result is then the sampled tokens.
     """
     llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,8 +1,8 @@
 """The algorithms of ``programs.py`` as asyncio clients of a server.
 
-Each function does what the program of the same name does, with the same prompts, numbers of tokens
-and constraints. Requests that do not depend on one another run at the same time. Tools are called
-within this process, which takes hardly any time.
+Each function has the algorithm of the program with the same name. Prompts, numbers of tokens and
+constraints are the same too. Requests that do not depend on one another run at the same time. Tools
+run in this process, and take hardly any time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ async def _line(door: Door[Text], text: Text, begin: str, tokens: int) -> Text:
 
 
 class _Line:
-    """A line of a tree search: a node of its tree (``programs/tree_search.py``)."""
+    """A node of the tree of a tree search (``programs/tree_search.py``). A node is a line of
+    text."""
 
     def __init__(self, text: Any, parent: _Line | None = None) -> None:
         self.parent = parent
@@ -81,8 +82,8 @@ class _Line:
         self.sum = 0.0
 
     def promise(self) -> float:
-        """The priority of the line in the search: the mean rating of the texts that contain it,
-        plus a bonus that shrinks with the number of tries."""
+        """The priority of the line in the search: the mean rating of the texts that contain the
+        line, plus a bonus. The more often the line was tried, the smaller is the bonus."""
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:

@@ -3,7 +3,7 @@
     tokenbus up
     python benchmarks/_rollouts_example.py
 
-The loss is that of REINFORCE with the mean reward of a group as the baseline. ``rollouts.py`` has a
+The loss is that of REINFORCE. The baseline is the mean reward of a group. ``rollouts.py`` has a
 loop for GRPO, in which the rollouts overlap with the training steps.
 """
 

@@ -1,10 +1,10 @@
-"""The ordered loop of ``rollouts.py``, whose losses do not depend on the timing of its processes.
+"""The ordered loop of ``rollouts.py``. Its losses do not depend on the timing of its processes.
 
-A program stops each sample at a position that depends only on the number of the group. When all
-live samples have reached their positions and the trainer has made its step, the weights change
-and the samples continue. So in each run, a given token is sampled with the same version of the
-weights. A step uses the groups of one batch, in the order of their numbers, and overlaps with the
-samples of the next batch.
+A program stops each sample at a position. The position depends only on the number of the group. The
+weights change when all live samples have reached their positions and the trainer has made its step.
+Then the samples continue. So each token is sampled with the same version of the weights in every
+run. A step uses the groups of one batch, in the order of their numbers. During the step, the
+samples of the next batch run.
 """
 
 from __future__ import annotations

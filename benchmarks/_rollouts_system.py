@@ -1,5 +1,5 @@
-"""The system of ``rollouts.py``: three GPU workers, one of which is killed every ten seconds, and
-the workers that programs need."""
+"""The system of ``rollouts.py``: three GPU workers, and the workers that programs need. Every ten
+seconds, one GPU worker is killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def started() -> Iterator[System]:
 
 
 class Killer:
-    """Kills a GPU worker every ``KILL_EVERY_S``, if another worker has the current weights."""
+    """Every ``KILL_EVERY_S``, kills a GPU worker, provided that another worker has the current
+    weights."""
 
     def __init__(self, system: System, client: AsyncClient) -> None:
         self._system = system

@@ -1,8 +1,8 @@
 """A GRPO trainer in plain torch, for the embedded model.
 
-Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward compared with the
-rewards of its group. The ratio in the loss is the trainer's probability of a token, divided by the
-sampler's.
+Source: Shao et al., "DeepSeekMath", 2024. The advantage of a sample compares its reward with the
+rewards of its group. The loss contains a ratio: the trainer's probability of a token, divided by
+the sampler's.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Trainer:
         group.rewards = [reward_of(text) for text in texts]
 
     def step(self, groups: list[Group]) -> float:
-        """Makes one step of the optimizer over all samples of the groups, which results in a new
+        """Makes one step of the optimizer over all samples of the groups. The result is a new
         version of the weights. Returns the loss before the step."""
         count, total = sum(len(group.samples) for group in groups), 0.0
         self._optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Simulates eight workers without a model, with the real broker core and real block managers.
+"""Simulates eight workers without a model. The broker's core and the block managers are real.
 
 Time is simulated too. An arrival, a worker's step and a tick are events in one queue.
 """
@@ -111,8 +111,8 @@ class SimulatedWorker:
         return self.blocks.reserve(sequence.table, sequence.computed, end) is not None
 
     def finish(self, chunks: list[tuple[_Sequence, int]], now: float) -> list[_Sequence]:
-        """Ends a step. Appends a token to each sequence whose tokens are all computed. Returns the
-        ended sequences."""
+        """Ends a step. If all tokens of a sequence are computed, appends a token to it. Returns the
+        sequences that have ended."""
         ended = []
         for sequence, count in chunks:
             sequence.computed += count

@@ -1,8 +1,8 @@
 """Measures the broker's core without sockets, with many workers and live streams.
 
 All measured systems have the same number of clients. Each worker has streams of ten clients. The
-message of a step has one token for each of the ten clients. Small and large systems therefore
-differ only in the size of their tables.
+message of a step has one token for each of the ten clients. So small and large systems differ only
+in the size of their tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SESSIONS = 1_000
 GROUP = 10
 """Number of clients whose streams a worker has."""
 PASS = 64
-"""Number of messages that one call of the core handles, as in the server."""
+"""Number of messages that are passed to one call of the core, as in the server."""
 PROMPT = b"".join(n.to_bytes(4, "little") for n in range(1000, 1256))
 """A prompt of 256 tokens, as an attachment."""
 MICRO = 1e6
@@ -92,7 +92,8 @@ class World:
 
     def churn_us(self, times: int, runs: int = 5) -> tuple[float, float]:
         """Microseconds of CPU time to begin a request, and to end a request. Each is the minimum of
-        several runs, in which as many random requests end as begin."""
+        several runs. In a run, the number of requests that begin and the number of requests that
+        end are equal."""
         begin, end = [], []
         sessions = list(self.broker.state.sessions)
         for _ in range(runs):
@@ -149,7 +150,7 @@ class World:
     def pass_time(self, seconds: float, beats: bool = True) -> list[float]:
         """Advances the simulated time by ``seconds``, and runs the ticks in this time, as the
         server does. Returns the milliseconds of each tick. ``beats``: whether all workers and
-        clients report first that they are alive."""
+        clients first send a heartbeat or a PING."""
         found = []
         until = self.now + seconds
         if beats:
@@ -198,8 +199,9 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session that begins the next stream of a worker. ``worker``: the number of the worker
-        that the broker is expected to choose. ``turn``: number of the worker's earlier streams."""
+        """The session for the next stream of a worker. ``worker``: the number of the worker. The
+        broker is expected to choose this worker for the stream. ``turn``: number of the worker's
+        earlier streams."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]
 

@@ -21,11 +21,12 @@ class Case(NamedTuple):
 
 
 def read_cases(archive: Path, max_cases: int) -> list[Case]:
-    """The cases of an archive; at most ``max_cases`` random cases, which are the same in each run.
+    """The cases of an archive. If there are more than ``max_cases``, this number of cases is chosen
+    at random; the choice is the same in each run.
 
-    A case is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
-    ``schema`` and ``tests``, and each test has ``data`` and ``valid``. Exits if the archive is
-    missing.
+    A case is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``). The file is an
+    object with ``schema`` and ``tests``. Each test has ``data`` and ``valid``. Exits if the archive
+    is missing.
     """
     if not archive.exists():
         raise SystemExit(

@@ -1,5 +1,5 @@
-"""Compares our controller ``json_schema``, which uses llguidance, with llguidance alone: which
-texts each of them accepts under a schema, and the times of their masks."""
+"""Compares our controller ``json_schema``, which uses llguidance, with llguidance alone. Two things
+are compared: which texts each accepts under a schema, and the times of the masks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tokenbus.workers.controller.interface import Action, Controller
 FIRSTS = 3
 """Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of the sequences whose first masks are timed. If the schema does not show that its
-shortest value has at most this number of tokens, our controller searches for this value before the
-first mask."""
+"""``max_tokens`` of the sequences whose first masks are timed. Our controller refuses a schema
+whose shortest value has more tokens. For some schemas, it must search for the shortest value before
+the first mask."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
-"""Clock with the CPU time of this thread, which other load does not affect."""
+"""Clock with the CPU time of this thread. Other load does not affect this time."""
 
 
 class Judged(NamedTuple):
-    """The results of one engine for one schema: whether the schema compiles, and the numbers of
-    texts that are judged wrongly."""
+    """The results of one engine for one schema: whether the schema compiles, and how many texts the
+    engine judges wrongly."""
 
     compiled: bool
     refused_valid: int = 0
@@ -55,11 +55,11 @@ class MaskFigures:
     ours: list[Judged] = field(default_factory=list)
     theirs: list[Judged] = field(default_factory=list)
     steps: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds of each round of the valid texts that ends with a mask, for our controller and for
-    llguidance."""
+    """Seconds of each round that ends with a mask, in the valid texts. The first list is for our
+    controller, the second for llguidance."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
-    """Seconds from a schema to its first mask, for our controller and for llguidance, and whether
-    our controller compiled the schema in its own process. A schema that may be expensive is
+    """For each schema: seconds to its first mask, for our controller and for llguidance, and
+    whether our controller compiled the schema in its own process. A schema that may be expensive is
     compiled in a separate process."""
 
     def add(self, other: MaskFigures) -> None:
@@ -107,15 +107,15 @@ class Masks:
         self.figures = MaskFigures()
 
     def add(self, case: Case) -> None:
-        """Runs one case with our controller and with llguidance, which take turns in running
+        """Runs one case with our controller and with llguidance. They take turns in running
         first."""
         schema = json.dumps(case.schema)
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
         # With ``MAX_TOKENS``, our controller refuses a schema whose shortest value has more tokens.
-        # Such a schema counts as compiled if the controller accepts it with the ``max_tokens`` of
-        # ``World.host``.
+        # Such a schema still counts as compiled if the controller accepts it with the larger
+        # ``max_tokens`` of ``World.host``.
         for judged, accepts, compiled in (
             (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
             (self.figures.theirs, self._accepts_alone, first[False] is not None),
@@ -131,8 +131,8 @@ class Masks:
         both = [text for text, valid in texts if valid and self._accepts_alone(schema, text)]
         rounds = [one for text in both if (one := self._rounds(schema, text))]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        # This walk is not timed. It creates the states of llguidance's lexer. Our controller's
-        # lexer already has its states, which ``_rounds`` has created.
+        # This walk is not timed. It creates the states of llguidance's lexer. The states of our
+        # controller's lexer already exist, because ``_rounds`` has created them.
         for one in rounds:
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
@@ -161,9 +161,9 @@ class Masks:
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
         """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
-        minimum of ``FIRSTS`` runs, because other load adds time. Each run has a different comment
-        in the schema, because an equal schema is not compiled again. The clock counts CPU time,
-        unless our controller compiles the schema in a separate process."""
+        minimum of ``FIRSTS`` runs, because other load adds time. An equal schema is not compiled
+        again, so each run has a different comment in the schema. The clock counts CPU time, unless
+        our controller compiles the schema in a separate process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):
@@ -209,7 +209,7 @@ class Masks:
 
     def _rounds(self, schema: str, text: bytes) -> list[Step]:
         """The rounds in which our controller would generate ``text``. Forced tokens are appended in
-        one round. The list is empty if the text is refused."""
+        one round. If the text is refused, the list is empty."""
         controller = self._start(schema)
         rounds: list[Step] = []
         appended: list[int] = []
@@ -272,7 +272,7 @@ class Step(NamedTuple):
     appended: list[int]
     """The tokens to append: none in the first round, later one sampled token or forced tokens."""
     masked: bool
-    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
+    """Whether the result is a mask. If not, further tokens are forced, or the text has ended."""
 
 
 def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
@@ -285,7 +285,7 @@ def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
 
 def _is_at_once(schema: Any) -> bool:
     """Whether our controller compiles a schema in its own process, and does not search for the
-    shortest value if ``max_tokens`` is ``MAX_TOKENS``."""
+    schema's shortest value. ``max_tokens`` is ``MAX_TOKENS``."""
     least = least_bytes(schema)
     return is_plain(json.dumps(schema), schema) and least is not None and least < MAX_TOKENS
 

@@ -40,15 +40,15 @@ class WalkFigures:
     """Number of walks whose text is valid."""
     tokens: int = 0
     closed: int = 0
-    """Number of walks whose text the controller completed itself, so that the text ends within
-    ``max_tokens``."""
+    """Number of walks in which the controller itself completed the text, so that the text ended
+    within ``max_tokens``."""
     taken_back: int = 0
     """Number of tokens that were removed by backtracks."""
     backtracks: int = 0
     """Number of backtracks."""
     longer: int = 0
-    """Number of schemas without walks, because their shortest value has more than ``MAX_TOKENS``
-    tokens."""
+    """Number of schemas whose shortest value has more than ``MAX_TOKENS`` tokens. They have no
+    walks."""
     seconds: float = 0.0
     """CPU time in which the controller computes how to close texts, in seconds."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Walks:
         for _ in range(10_000):
             time.thread_time()
         self._clock_s = (time.thread_time() - began) / 10_000
-        """Seconds to read the clock. Each measured interval contains this time."""
+        """Time to read the clock, in seconds. Each measured interval contains this time."""
         self.figures = WalkFigures()
 
     def add(self, case: Case, count: int) -> None:
@@ -112,7 +112,8 @@ class Walks:
             return
         schema = _exact(arg)
         kind = jsonschema.validators.validator_for(schema)
-        # Without formats, all parts of a ``oneOf`` that differ in their formats would match.
+        # The parts of a ``oneOf`` may differ only in their formats. If formats were not checked,
+        # all these parts would match.
         validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
         for number in range(count):
             rng = random.Random(number)

@@ -1,6 +1,6 @@
 """Runs the systems that a benchmark measures, and the processes that put load on them.
 
-Every process is ended by its id at the end of its ``with`` block, even after an error.
+At the end of its ``with`` block, each process is ended by its id, even after an error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 class System:
-    """A broker, a GPU worker that Python starts with the arguments ``gpu``, and a controller worker
-    if ``steered``. All processes use ``settings``. ``wait`` waits until the system is ready."""
+    """A broker, a GPU worker and, if ``steered``, a controller worker. ``gpu``: the arguments with
+    which Python starts the GPU worker. All processes use ``settings``. ``wait`` waits until the
+    system is ready."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class System:
             raise
 
     def wait(self, seconds: float = START_S, others: Set[str] = frozenset()) -> None:
-        """Waits until all workers have registered and the model is loaded. ``others``: further
-        roles, whose workers were started by ``start``."""
+        """Waits until all workers have registered and the model is loaded. ``others``: the roles of
+        workers that ``start`` has started."""
         deadline, roles = time.monotonic() + seconds, self._roles | others
         with Client(self.front, patience_s=seconds) as client:
             while time.monotonic() < deadline:

@@ -1,15 +1,16 @@
 """A client process that reads streams as fast as their tokens arrive.
 
 ``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
-run has ``prompts``, a list of token ids for each stream; ``tokens``, the number of tokens of each
-stream; and ``options``, further fields of the requests. All streams begin together. The answer has
-two rates in tokens per second. ``whole`` is measured from the first request to the last token.
-``middle`` is measured from the arrival of a tenth of the tokens to the arrival of eight tenths.
+run has three fields. ``prompts`` has a list of token ids for each stream, ``tokens`` is the number
+of tokens of each stream, and ``options`` has further fields of the requests. All streams begin
+together. The answer has two rates in tokens per second. ``whole`` is measured from the first
+request to the last token. ``middle`` is measured from the arrival of a tenth of the tokens to the
+arrival of eight tenths.
 
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
   streams;
-- ``python`` is our ``AsyncClient``. If a run has ``seconds``, one stream follows another for that
-  time, and the answer has ``per_second``, the number of tokens in each second;
+- ``python`` is our ``AsyncClient``. If a run has ``seconds``, streams run one after another for
+  that time, and the answer has ``per_second``, the number of tokens in each second;
 - ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream; its
   answer has only ``whole``.
 """
@@ -30,7 +31,7 @@ from _served import answer, orders
 from tokenbus.clients import AsyncClient
 
 SILENCE_MS = 60_000
-"""Milliseconds without a message after which a run fails."""
+"""If no message arrives for this number of milliseconds, a run fails."""
 
 Order = Mapping[str, Any]
 
@@ -194,9 +195,9 @@ class LlamaClient:
         self._address = host, port
 
     async def run(self, order: Order) -> dict[str, float]:
-        """Reads all streams of a run to their ends. The number of tokens is known only when a
-        stream ends. An event may have several tokens, because the server holds tokens back until
-        their characters are complete."""
+        """Reads all streams of a run to their ends. The number of tokens is known only at the end
+        of a stream: an event may have several tokens, because the server sends a token only when
+        its characters are complete."""
         prompts, tokens = order["prompts"], order["tokens"]
         opened = [await asyncio.open_connection(*self._address) for _ in prompts]
         clock = Clock(len(prompts) * tokens)

@@ -1,13 +1,15 @@
-"""A GPU worker whose forward is a sleep. The CPU is free during the forward, as it is with a GPU.
+"""A GPU worker with a simulated device: the forward is a sleep. The CPU is free during the forward,
+as with a GPU.
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
-The device works in order, like a CUDA stream: a forward begins when the previous forward has ended,
-takes SECONDS, and includes the sampling of the step's tokens. The host's work delays the device
-only if the queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
+The device works in order, like a CUDA stream. A forward begins when the previous forward has ended,
+and takes SECONDS. This time includes the sampling of the step's tokens. If the device's queue is
+not empty, the host's work does not delay the device. Steps overlap unless ``TOKENBUS_OVERLAP`` is
+``off``.
 
-At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. Each pair has the
-number of a step's sequences, and the time that the step waited for decisions after its logits were
-ready.
+At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. There is a pair
+for each step: the number of sequences, and the time that the step waited for decisions after its
+logits were ready.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ T = TypeVar("T")
 
 
 class TimedWork(Work[T]):
-    """Work that ends at a given time. The result is computed earlier but returned at that time."""
+    """Work that ends at a given time. The result is computed earlier, but is returned only at that
+    time."""
 
     over_at = 0.0
 
@@ -78,15 +81,15 @@ class SleepingDevice:
 
 
 def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Chooses an arbitrary token for each row; with a mask, an allowed token."""
+    """Chooses an arbitrary token for each row. If the row has a mask, chooses an allowed token."""
     count, vocab = len(rows.parameters), logits.shape[-1]
     tokens = (np.arange(count) * 7919 + 101) % vocab
     allowed = np.ones(count)
     if rows.masks:
         masked = list(rows.masks)
         words = np.stack(list(rows.masks.values()))
-        # The first tokens of the vocabulary, which end a text, are chosen only if the mask allows
-        # no later token.
+        # The first tokens of the vocabulary end a text. They are chosen only if the mask allows no
+        # other token.
         first = 8 + int(rows.positions[0]) * 37 % (words.shape[1] // 2)
         at = first + (words[:, first:] != 0).argmax(1)
         found = words[np.arange(len(masked)), at].astype(np.int64)

@@ -1,8 +1,9 @@
 """Compares the broker with ``zmq.proxy``: messages per second, tokens per second, and latency.
 
 The broker runs in its own process. The worker and its clients are raw sockets in two other
-processes, so that mainly the broker is measured. All figures are medians over rounds in which the
-compared paths or formats take turns. CPU times are valid on a busy machine too.
+processes, so that the measured time is mainly the broker's. In a round, the compared paths or
+formats take turns. All figures are medians over the rounds. Other load on the machine does not
+affect CPU times.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""The capabilities that the measured clients send in HELLO. Our own clients also have these
-capabilities, which change the form of ``TOKEN`` messages."""
+"""The capabilities that the measured clients send in HELLO. They change the form of ``TOKEN``
+messages. Our own clients have these capabilities too."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -85,7 +86,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    # The streams never end. With the default, the broker would wait 30 s for them when it stops.
+    # The streams never end. With the default of this setting, a stopping broker would wait 30 s for
+    # the streams.
     settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
@@ -97,7 +99,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     try:
         yield front, back, partial(_cpu_s, process.pid)
     finally:
-        # SIGINT stops the broker. After SIGTERM, it would leave its streams to the next broker.
+        # SIGINT stops the broker. After SIGTERM, the broker would expect that the next broker
+        # continues its streams.
         process.send_signal(signal.SIGINT)
         process.wait(10)
 
@@ -184,8 +187,8 @@ def _receive(
     """Receives ``each`` bodies on each of ``clients`` sockets. Then sends the elapsed seconds and
     the seconds of CPU time on ``pipe``.
 
-    ``proxied``: number of frames of a message through the proxy; 0: the messages come through the
-    broker.
+    ``proxied``: if the messages come through the proxy, their number of frames. If they come
+    through the broker, 0.
     """
     bodies = partial(_proxied_body, proxied) if proxied else _bodies
     if proxied:
@@ -238,9 +241,9 @@ def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> 
 
 
 def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
-    """The rate of the messages of ``frames_through_broker`` through ``zmq.proxy``, which finds the
-    client by its routing id. ``packed``: the message is packed into fewer frames, like a worker's
-    message."""
+    """The rate of the same messages as in ``frames_through_broker``, but through ``zmq.proxy``. The
+    proxy finds the client by its routing id. ``packed``: the message is packed into fewer frames,
+    like a worker's message."""
     frames = [b"TOKEN", encode_token_header([1]), BODY]
     frames = pack(frames) if packed else frames
     with proxy(folder) as (front, back, cpu_s):
@@ -263,9 +266,9 @@ def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
 def token_rate(
     folder: Path, steps: int, columns: bool, decoded: bool = True, **settings: str
 ) -> Rate:
-    """The rate of tokens in steps of 64 tokens for 8 clients. With ``decoded``, the clients decode
-    the tokens, and the CPU time of broker and clients is measured. Otherwise only the CPU time of
-    the broker is measured."""
+    """The rate of tokens in steps of 64 tokens for 8 clients. If ``decoded`` is true, the clients
+    decode the tokens, and the CPU time of broker and clients is measured. If it is false, only the
+    broker's CPU time is measured."""
     each = STEP_TOKENS // CLIENTS
     entries = [
         Token(
@@ -305,7 +308,7 @@ def _entries(body: bytes) -> None:
 
 
 class _Columns:
-    """Decodes columns like our clients, which decode the stream ids only when they change."""
+    """Decodes columns as our clients do: decodes the stream ids only when they change."""
 
     def __init__(self) -> None:
         self._last = TokenColumns()
@@ -322,8 +325,8 @@ class _Columns:
 
 
 def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> None:
-    """Receives ``count`` messages for each round. Each message on ``pipe`` is the name of a path
-    and starts a round; None ends the process.
+    """Receives ``count`` messages in each round. A message on ``pipe`` starts a round: the message
+    is the name of a path. None ends the process.
 
     Answers with the microseconds from the sending to the arrival of each message.
     """
@@ -358,7 +361,7 @@ def _sender(socket: Socket, *head: bytes) -> Callable[[bytes], object]:
 
 
 def hop_rounds(folder: Path, rounds: int, count: int) -> dict[str, list[list[float]]]:
-    """Microseconds of each message from one process to another, by path and round.
+    """By path and round: microseconds of each message from one process to another.
 
     The paths are the broker, ``zmq.proxy`` and a direct connection. Their rounds alternate, so that
     other load on the machine affects all three.
@@ -397,9 +400,9 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Figures of the latency at the median and at the 99th percentile. For each: the ratio of the
-    broker's latency to the proxy's, the microseconds that the broker adds to a direct connection,
-    and the latencies of broker and proxy. Each figure is the median over the rounds."""
+    """Figures of the latency at the median and at the 99th percentile. The figures are the ratio of
+    the broker's latency to the proxy's, the microseconds that the broker adds to a direct
+    connection, and both latencies. Each figure is the median over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}

@@ -4,10 +4,10 @@
 and 64 streams. The tokens arrive as fast as the client reads. For ``client_us_per_token``, the
 client reads each stream to its end (``stream.tokens``). For ``…_each``, the client reads entry by
 entry (``async for``). For ``…_json``, the client receives entries in JSON. The messages come from a
-raw socket through a real broker. ``client_core`` is the share of one CPU core that a client uses to
-read 64 streams entry by entry, at 200 steps per second. ``send_us_*`` is the CPU time of
-``LiveStreams.send`` for a step of 64 plain tokens of one session. Columns and JSON take turns, and
-a ratio is the median of the rounds' ratios.
+raw socket through a real broker. ``client_core`` is the share of one CPU core that a client uses.
+This client reads 64 streams entry by entry, at 200 steps per second. ``send_us_*`` is the CPU time
+of ``LiveStreams.send`` for a step of 64 plain tokens of one session. Columns and JSON take turns,
+and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ FORMS = ("columns", "json")
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """The client process. It receives orders on ``pipe``; an order is a key of ``WAYS``, the
-    functions that read a stream. For each order, it reads 64 streams and answers with the seconds
-    of CPU time, the elapsed seconds and the number of tokens."""
+    """The client process. It receives orders on ``pipe``. For each order, it reads 64 streams, and
+    answers with the seconds of CPU time, the elapsed seconds and the number of tokens. The order is
+    a key of ``WAYS``, and determines how the streams are read."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))
@@ -228,8 +228,8 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
 
 
 def _send_us(columns: bool, steps: int) -> float:
-    """Microseconds of CPU time to encode the message of a step of 64 plain tokens of one session,
-    and to store the entries for clients that attach."""
+    """Microseconds of CPU time to send a step of 64 plain tokens of one session. This time includes
+    encoding the message, and storing the entries for clients that attach."""
     streams = LiveStreams(lambda frames, link: None, lambda stream: None)
     sequences = []
     for request in range(1, STREAMS + 1):

@@ -1,10 +1,10 @@
 """Measures the speedup by drafts for streams under a JSON schema and under a regex.
 
-Two systems are compared: one with drafts, and one without. In each, broker, GPU worker and
-controller worker run as threads of one process with the embedded model. The prompt has rows of
-JSON, and the stream continues with more rows. The schema allows only the strings to vary, and the
-regex allows any row. ``NAME_forced_share`` is the share of tokens that are appended and not
-sampled. Sampling is greedy, and each run has a new session. The tokens and finish reasons of both
+A system with drafts is compared with a system without drafts. In each system, broker, GPU worker
+and controller worker are threads of one process with the embedded model. The prompt has rows of
+JSON, and the stream continues with more rows. Under the schema, rows differ only in their strings.
+The regex allows any row. ``NAME_forced_share`` is the share of tokens that are not sampled, but
+appended. Sampling is greedy, and each run has a new session. The tokens and finish reasons of both
 systems must be equal, and log-probabilities must differ by less than 1e-4.
 """
 

@@ -3,7 +3,7 @@
 The guests in ``benchmarks/guests`` are C files that this program compiles. A measured system has a
 broker, a GPU worker, a controller worker and a state worker in separate processes.
 
-Times differ between machines, so each time is also reported as a ratio to a bare operation in the
+Times differ between machines. So each time is also divided by the time of a bare operation in the
 same run:
 
 - A bare call is ``wasmtime_func_call_unchecked`` of a function that returns a constant.
@@ -75,7 +75,8 @@ def compiled(name: str, folder: Path, *definitions: str) -> bytes:
 
 
 def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
-    """Microseconds of one call: the minimum over ``runs`` runs of the mean of ``times`` calls."""
+    """Microseconds of one call. A run makes ``times`` calls and takes the mean. The result is the
+    minimum of ``runs`` runs."""
     for _ in range(times // 10 + 1):
         work()
     best = float("inf")
@@ -111,8 +112,8 @@ class Sandbox:
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
     def costs(self) -> dict[str, float]:
-        """The times of a call, an AICI round, a start and a fork, each with the ratio to its bare
-        operation."""
+        """The times of a call, an AICI round, a start and a fork, and the ratio of each time to its
+        bare operation."""
         program = self.program("empty")
         controller = program.start(self.host())
         controller.init_prompt([1, 2, 3])
@@ -205,7 +206,7 @@ def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
 
 
 def _free_spares() -> None:
-    """Frees the spare memory of ended forks, so that later forks cannot reuse it."""
+    """Frees the memory of ended forks, so that later forks cannot reuse it."""
     for kept in SPARES._kept:
         kept.free()
     SPARES._kept.clear()
@@ -235,8 +236,8 @@ def _without_close(
 
 
 class System:
-    """The processes of a system, whose files are in one folder: a broker, a state worker,
-    controller workers and GPU workers."""
+    """The processes of a system: a broker, a state worker, controller workers and GPU workers.
+    Their files are in one folder."""
 
     def __init__(
         self, folder: Path, gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1
@@ -298,8 +299,8 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens per second of all streams together, from the time at which each stream has its first
-    token."""
+    """Tokens per second of all streams together. The measurement begins when all streams have their
+    first token."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
         options["controller"] = controller
@@ -337,7 +338,7 @@ def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
-    """Ratio of the tokens per second of a batch of 32 with masks to the tokens per second without
+    """Tokens per second of a batch of 32: the ratio of the rate with masks to the rate without
     masks."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
         running.client.upload_controller(compiled("all_allowed", folder), tag="all")
@@ -376,9 +377,9 @@ class StateWorker:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> tuple[float, float]:
-    """The median times of a guest's operation on a variable, in microseconds. The first operation
-    goes through the broker to the state worker and back. The second is answered from the controller
-    worker's copy of the variables."""
+    """The median times of a guest's operation on a variable, in microseconds. The first time is
+    that of an operation that goes through the broker to the state worker and back. The second time
+    is that of an operation that the controller worker's copy of the variables answers."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:

@@ -1,8 +1,9 @@
 """Compares the engine with transformers' ``generate`` and continuous batching, on this machine.
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
-one process. Times of whole runs are the minimum of several runs, because other work on the machine
-only slows runs. Exception: transformers runs the requests of different lengths only once.
+one process. The time of a run is the minimum of several runs, because other work on the machine
+only slows runs. There is one exception: transformers runs the requests of different lengths only
+once.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of the time to the first token with 1,500 cached prompt tokens to the time without
+    """Compares the time to the first token with 1,500 cached prompt tokens with the time without
     cached tokens."""
     rng = random.Random(2)
     ratios = []
@@ -182,8 +183,8 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """The time of a fork, and the growth of the KV cache by 7 forks. The growth is the number of
-    used blocks one step after the forks, divided by the number before the forks. The prompt has 512
+    """The time of a fork, and the growth of the KV cache by 7 forks. The growth compares the number
+    of used blocks one step after the forks with the number before the forks. The prompt has 512
     tokens."""
     rng = random.Random(3)
     engine = ours.engine

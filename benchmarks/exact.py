@@ -1,11 +1,11 @@
-"""Checks that the log-probabilities of streams in batches have the same bits as the
-log-probabilities of each stream alone. Also compares the throughput with the setting ``exact`` on
-and off.
+"""Runs streams in batches, and each stream alone. Checks that the log-probabilities have the same
+bits. Also compares the throughput with the setting ``exact`` on and off.
 
-The model is the embedded model. Batches of 1 to 64 requests run with shared prefixes, chunks of
-several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
-Each batch also runs on two worker processes, one of which is killed, and the tokens of all streams
-are scored together. The tokens of all these runs count towards ``compared_tokens``.
+The model is the embedded model. Batches of 1 to 64 requests run in several ways: with shared
+prefixes, chunks of several sizes, drafts, forks or a small KV cache. Requests also move to another
+engine, and engines have one or two threads. Each batch also runs on two worker processes, and one
+of them is killed. At the end, the tokens of all streams are scored together. The tokens of all
+these runs count towards ``compared_tokens``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ NEW = 48
 SIZES = (1, 2, 8, 24, 64)
 """Sizes of the batches, in requests."""
 CHUNKS = (17, 100, 2048)
-"""Maximum number of tokens of a step, for three of the compared engines."""
+"""Three of the compared engines have these maximum numbers of tokens of a step."""
 Job = tuple[list[int], Sampling]
 Streams = dict[tuple[int, int], list[tuple[int, float]]]
 """Tokens and log-probabilities, by request and sequence."""
 
 
 def engine_of(loaded: LoadedModel, exact: bool, **options: Any) -> Engine:
-    """An engine whose number of threads is fixed, so that compared engines use the same number of
+    """An engine with a fixed number of threads. So compared engines use the same number of
     threads."""
     given = {"kv_cache_bytes": 2**26, "fixed_threads": True, **options}
     return Engine(loaded, EngineConfig(exact="on" if exact else "off", **given))
 
 
 def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
-    """Requests, half of which share a prefix. Each prompt ends with a repetition of the tokens
-    before it, so that the engine has drafts."""
+    """Makes requests. Half of them share a prefix. Each prompt ends with a repetition of its
+    earlier tokens, so that the engine has drafts."""
     shared = [rng.randrange(vocab) for _ in range(100)]
     found = []
     for i in range(count):
@@ -70,7 +70,7 @@ def moves_after(number: int, sampling: Sampling) -> int:
 
 
 def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
-    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, some
+    """Runs requests together. If ``moved`` is given, it has the streams of an earlier run, and some
     requests continue after the first tokens of their earlier streams."""
     found: Streams = {}
     for number, (prompt, sampling) in enumerate(jobs):
@@ -182,10 +182,10 @@ class Comparison:
 
 
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
-    """Compares the log-probabilities of streams in batches with those of transformers. The model of
-    transformers computes as the engine's native code does (``exact_functions``), in one forward
-    over the whole text. Returns the number of log-probabilities that differ, and the number of all
-    log-probabilities."""
+    """Compares the log-probabilities of streams in batches with those of transformers.
+    transformers' model computes with the same arithmetic as the engine's native code
+    (``exact_functions``), in one forward over the whole text. Returns the number of
+    log-probabilities that differ, and the number of all log-probabilities."""
     rng, differing, compared = random.Random(2), 0, 0
     jobs = jobs_of(rng, texts, loaded.vocab_size)
     found = run(engine_of(loaded, True, speculation=True, max_num_batched_tokens=100), jobs)

@@ -1,9 +1,9 @@
 """Compares the gateway's interfaces with the Python client, with the same broker and worker.
 
-64 streams of a Llama with 21 million parameters run in turn through the bus client, as server-sent
-events, and over one WebSocket. The time to the first token of one request is measured alternately
-through the bus client and as server-sent events. At the end, the memory of 2,000 idle connections
-in the gateway is measured. All processes share the machine.
+64 streams of a Llama with 21 million parameters run three times: through the bus client, as
+server-sent events, and over one WebSocket. The time to the first token of one request is measured
+through the bus client and as server-sent events. The measured ways take turns. At the end, the
+gateway's memory for 2,000 idle connections is measured. All processes share the machine.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Sse:
 
     async def stream(self, tokens: int) -> float:
         """Reads a stream to its end; returns the time to its first token, in seconds."""
-        # The gateway may have closed the connection, which was idle during the other turns.
+        # The connection was idle during the other turns, so the gateway may have closed it.
         if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection("127.0.0.1", self._running.port)
         reader, writer = self._streams

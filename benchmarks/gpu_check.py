@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "build" / "gpu_check"
-"""A folder for PYTHONPATH, in which ``tokenbus`` links to the packages of this checkout."""
+"""A folder for PYTHONPATH. In this folder, ``tokenbus`` has links to the packages of this
+checkout."""
 PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
 DRY_LIMIT_S = 540.0
 """Time limit of a process in a dry run, in seconds. The limit is long because the machine may be
@@ -55,7 +56,7 @@ STAGES = {
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """The environment of a stage, in which ``tokenbus`` is this checkout."""
+    """The environment of a stage. In it, ``tokenbus`` is this checkout."""
     package = LINKS / "tokenbus"
     package.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
@@ -74,7 +75,7 @@ def environment(dry: bool) -> dict[str, str]:
 
 
 def _write_metadata() -> None:
-    """Writes the package metadata, from which the controller worker reads the version."""
+    """Writes the package metadata. The controller worker reads the version from it."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     folder = LINKS / f"tokenbus-{version}.dist-info"
     folder.mkdir(exist_ok=True)
@@ -83,8 +84,8 @@ def _write_metadata() -> None:
 
 
 def run_stages(numbers: Sequence[int], dry: bool, results: Path, own: Mapping[str, str]) -> bool:
-    """Runs stages in one process, one after another; returns whether all passed. A failed stage
-    ends the process."""
+    """Runs stages in one process, one after another; returns whether all passed. If a stage fails,
+    the process ends."""
     limit = DRY_LIMIT_S if dry else sum(STAGES[number].limit_s for number in numbers)
     command = [sys.executable, __file__, "--results", str(results)] + ["--dry"] * dry
     for number in numbers:

@@ -3,12 +3,12 @@
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
 same workers. An attack is compared with the period before it. In this period, the attacker's client
-uploads a harmless module and sends as many ordinary requests with it as the attack sends. So the
-comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms`` compares the
-largest times between two calm tokens, and ``calm_throughput`` compares the numbers of calm tokens
-per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's client does
-nothing. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
-two required libraries.
+uploads a harmless module, and sends as many requests with it as the attack sends. So the comparison
+excludes the load that each tenant is allowed to cause. ``calm_gap_ms`` compares the largest times
+between two calm tokens, and ``calm_throughput`` compares the numbers of calm tokens per second.
+``calm_throughput_vs_alone`` compares with periods in which the attacker's client does nothing.
+``client_import_ratio`` is the ratio of the client's import time to the import time of its two
+required libraries.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tests.hostile.world import HostileWorld, hostile_world
 from tests.workers.controller.wasm.hostile.guests import guest
 
 SETTLED_S = 0.2
-"""Time after an attack that still counts as part of the attack, in seconds."""
+"""The time after an attack, up to this number of seconds, counts as part of the attack."""
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
 """Bounds of the planned duration of a period without an attack, in seconds."""
 ALONE_S = 10.0
 """Seconds without any request of the attacker's client, before and after all attacks."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)
 NOTES = {
-    "calm_gap_ms": "how much an attack lengthens the longest gap between calm tokens: at most 50",
-    "calm_throughput": "calm tokens per second, attacks / ordinary requests: at least 0.97",
-    "calm_throughput_vs_alone": "calm tokens per second, attacks / no other requests",
-    "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
-    "wrong_outcomes": "attacks with another outcome than expected: 0",
+    "calm_gap_ms": "ms by which an attack lengthens the longest gap of calm tokens; at most 50",
+    "calm_throughput": "ratio of calm tokens/s, attacks to ordinary requests; at least 0.97",
+    "calm_throughput_vs_alone": "ratio of calm tokens/s, attacks to no other requests",
+    "nothing_else_dies": "1 if all other processes and streams survive all attacks; must be 1",
+    "wrong_outcomes": "number of attacks with an unexpected outcome; must be 0",
     "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }
@@ -64,8 +64,8 @@ class Measured(NamedTuple):
     usual: Period
     attacked: Period
     right: bool
-    """Whether the ordinary requests and the attack have their expected outcomes, and
-    ``HostileWorld.problems`` finds nothing."""
+    """Whether the ordinary requests and the attack had their expected outcomes, and
+    ``HostileWorld.problems`` found nothing."""
 
     @property
     def gap_ms(self) -> float:
@@ -168,8 +168,8 @@ def import_s(modules: str, runs: int) -> float:
 def main() -> None:
     """Measures and reports."""
     options = arguments(__doc__)
-    # A thread of this process reads the calm streams. With a short switch interval, other threads
-    # of this process lengthen the measured gaps less.
+    # A thread of this process reads the calm streams. Other threads of this process can lengthen
+    # the measured gaps. With a short switch interval, they lengthen the gaps less.
     sys.setswitchinterval(0.0005)
     with hostile_world(short=False) as world:
         results = attacks(world, 1 if options.quick else 3)

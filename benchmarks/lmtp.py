@@ -1,9 +1,9 @@
 """Compares this gateway with LMQL's server. Both serve LMQL's client.
 
-Both servers have the same model of 15 million parameters and run 32 greedy streams, in turn. In the
-uniform load, prompts have 32 tokens and answers 96. In the ragged load, prompts have 8 to 64 tokens
-and answers 16 to 128. All processes share the machine. The first run creates the two environments
-for LMQL in ``build/environments``; a later run takes about three minutes.
+Both servers have the same model of 15 million parameters. In turn, each runs 32 greedy streams. In
+the uniform load, prompts have 32 tokens and answers 96. In the ragged load, prompts have 8 to 64
+tokens and answers 16 to 128. All processes share the machine. The first run creates the two
+environments for LMQL in ``build/environments``; a later run takes about three minutes.
 """
 
 from __future__ import annotations

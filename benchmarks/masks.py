@@ -2,10 +2,10 @@
 
 The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. A step is an
 engine's work for one token: it accepts the token and fills the next mask. The engines are called as
-a worker calls them. The time includes the copy into the mask buffer. The first pass uses a new
-engine, and the second pass an engine that has processed the same texts. The time of a step in our
-engine and in llguidance is the median of several passes, in which the two engines take turns.
-xgrammar and outlines-core run each pass once. ``_masks_guest.py`` measures our engine alone, and
+a worker calls them. The time includes the copy into the mask buffer. In the first pass, the engine
+is new. In the second pass, it has already processed the same texts. Our engine and llguidance take
+turns in several passes, and the time of a step is the median of these passes. xgrammar and
+outlines-core run each pass once. ``_masks_guest.py`` measures our engine alone, and
 ``_masks_comparison.py`` compares the engines.
 """
 

@@ -1,8 +1,9 @@
 """Compares programs on the bus with the same algorithms as clients of an HTTP server.
 
 A *program* is a file of ``workers/controller/sdk`` and runs next to the model. A *client*
-(``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to a server for
-each text that the program generates. A figure is a client's time divided by the program's time:
+(``_programs_clients.py``) is the same algorithm in asyncio. For each text that the program
+generates, the client sends a request to a server. A figure is a client's time divided by the
+program's time:
 
 - ``…_vs_sdk``: ``/v1/completions`` of the gateway through ``openai.AsyncOpenAI``, as most users
   write it. Prompts and answers are strings, and the gateway tokenizes each prompt.
@@ -29,9 +30,8 @@ arguments as JSON. Runs of ``react`` in which the model answers before the fifth
 counted.
 
 In a round, the program and the clients run one after another. A figure is the median of the ratios
-of all rounds. ``tree_tokens_saved`` is the share of tokens that the program saves: those that the
-worker computes for the client of ``tree``, but not for the program. Prompts are included.
-Speculation is off.
+of all rounds. ``tree_tokens_saved`` is the share of computed tokens that the program of ``tree``
+saves, compared with the client. The tokens of prompts are included. Speculation is off.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ROUNDS = 9
 PROMPT = 512
 SDK = HERE.parent / "workers" / "controller" / "sdk"
 MAX_TOKENS = 1_000
-"""Maximum number of tokens of a sequence, which no run reaches."""
+"""Maximum number of tokens of a sequence. No run reaches this number."""
 SLOTS, CONTEXT = 16, 1_024
 HEARTBEAT_S = 0.2
 SETTINGS = {
@@ -80,7 +80,7 @@ OTHERS = (
     ("-m", f"{WORKERS}.tool", str(HERE / "_programs_tools.py")),
     ("-m", "tokenbus.clients.gateway"),
 )
-"""The processes of the system besides broker, GPU worker and controller worker."""
+"""The processes of the system in addition to broker, GPU worker and controller worker."""
 TURNS, THOUGHT = 5, 16
 CITY = {"city": {"type": "string", "maxLength": 24}}
 CALLS = {tool.__name__: tool for tool in CITY_TOOLS}
@@ -276,7 +276,7 @@ async def measure(
 
 
 def chosen(names: str) -> list[str]:
-    """The tasks of ``--only``. Raises ArgumentTypeError if one is unknown."""
+    """The tasks of ``--only``. Raises ArgumentTypeError if the list has an unknown task."""
     for name in (found := names.split(",")):
         if name not in TASKS:
             raise argparse.ArgumentTypeError(f"unknown task {name}; known: {', '.join(TASKS)}")

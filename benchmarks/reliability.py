@@ -1,13 +1,13 @@
 """Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- Journal: tokens per second through a fully loaded broker with the journal, divided by those
-  without the journal; and the journal's bytes for each token of a plain stream.
-- Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
-  client's pause, from the broker's detection to the next token, with a prefill of the same number
-  of tokens at the other worker.
-- Overload: the completed tokens per second at ten times the capacity, divided by the completed
-  tokens per second at the capacity. The GPU is simulated, and half of the requests have a timeout
-  that may expire in the queue.
+- Journal: tokens per second through a fully loaded broker, with and without the journal. The figure
+  is their ratio. Also the journal's bytes for each token of a plain stream.
+- Move: a worker is killed (SIGKILL) during a stream with a long prompt. The client's pause lasts
+  from the broker's detection to the next token. The figure compares it with a prefill of the same
+  number of tokens at the other worker.
+- Overload: requests arrive at ten times the rate that the system can serve. The figure compares the
+  completed tokens per second with those at the capacity. The GPU is simulated, and half of the
+  requests have a timeout that may expire in the queue.
 - Memory: the growth of the memory of broker and worker over 200,000 short streams with the
   simulated GPU.
 - Attach: the connection of a client with 1,000 live streams is cut. The figure is the time from the
@@ -72,7 +72,8 @@ NOTES = {
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
 Socket = zmq.Socket[bytes]
-# Imported by name, because a type checker would take ``broker`` for the folder of that name.
+# Imported by name. In an import statement, a type checker would find the folder ``broker`` instead
+# of the file.
 token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
@@ -168,8 +169,8 @@ class System:
         raise SystemExit(f"{count} workers did not start in {START_S:g} s; see {self._log.name}")
 
     def last_move(self) -> float:
-        """The time at which the broker last detected that a request lost its worker, from the
-        broker's log, in seconds since 1970."""
+        """The last time at which the broker detected that a request had lost its worker, in seconds
+        since 1970. The time comes from the broker's log."""
         times = MOVED.findall(Path(self._log.name).read_text())
         return datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
@@ -267,9 +268,8 @@ CAPACITY_PER_S = SLOTS / (OUTPUT * FORWARD_S)
 
 
 async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, float]:
-    """Sends requests from eight clients at a rate. Returns the tokens per second of the requests
-    that complete in the second half of the time, and the share of the requests that were
-    refused."""
+    """Sends requests from eight clients at a rate. Returns two numbers: the tokens per second of
+    requests that complete in the second half of the time, and the share of refused requests."""
     clients = [AsyncClient(front, wait_for_room=False) for _ in range(8)]
     began = time.monotonic()
     completed, refused, sent = 0, 0, 0
@@ -362,8 +362,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of the memory of broker and worker over ``count`` streams, after a tenth as many
-    warm-up streams."""
+    """The growth of the memory of broker and worker over ``count`` streams. A tenth of this number
+    of streams runs first, to warm up."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()
@@ -377,9 +377,9 @@ def memory(folder: Path, count: int) -> dict[str, float]:
 
 
 def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, float]:
-    """Cuts the connection of a client with ``streams`` streams, each of which has received at least
-    ``tokens`` tokens, and measures the time until all streams continue. The figures are medians of
-    ``rounds`` cuts."""
+    """Cuts the connection of a client with ``streams`` streams, and measures the time until all
+    streams continue. Before the cut, each stream has received at least ``tokens`` tokens. The
+    figures are medians of ``rounds`` cuts."""
     settings = {"capacity": str(streams), "max_running": str(streams)}
     # The KV cache has room for all streams, so that none is preempted. The simulated device does
     # not write to this memory.

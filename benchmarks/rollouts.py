@@ -1,7 +1,7 @@
 """Trains the embedded model by GRPO with rollouts from three GPU workers. Every ten seconds, one of
-them is killed.
+the workers is killed.
 
-64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. The
+A group forks one prompt into eight samples. Eight groups, with 64 rollouts, are always live. The
 benchmark has two parts:
 
 - After eight finished groups, the trainer makes a step and sends its weights over the bus while the
@@ -52,7 +52,7 @@ ZERO = (
 
 
 class Rollouts:
-    """The live groups. Each group that ends is put into ``finished``, and another one begins."""
+    """The live groups. When a group ends, it is put into ``finished``, and another group begins."""
 
     def __init__(self, client: AsyncClient, trainer: Trainer, counts: Counter[str]) -> None:
         self._client = client
@@ -80,8 +80,8 @@ class Rollouts:
         return [await self.finished.get() for _ in range(GROUPS)]
 
     async def sample(self, prompt: list[int], seed: int) -> Group | None:
-        """Draws the samples of a prompt. Returns None, and counts the samples as lost, if the
-        stream fails."""
+        """Draws the samples of a prompt. If the stream fails, counts the samples as lost, and
+        returns None."""
         last = 0.0
         stream = self._client.generate(
             prompt, n=SAMPLES, max_tokens=NEW, temperature=1.0, ignore_eos=True, seed=seed
@@ -127,7 +127,8 @@ async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[in
 async def run_live(
     system: System, updates: int, counts: Counter[str], compared: Compared
 ) -> dict[str, float]:
-    """Runs the loop whose rollouts run while the trainer makes its steps; returns the results."""
+    """Runs the loop in which rollouts continue while the trainer makes its steps; returns the
+    results."""
     trainer = Trainer(compared)
     rewards, pauses_ms, moved = [], [], 0
     trained: list[Group] = []

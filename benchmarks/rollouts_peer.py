@@ -1,5 +1,5 @@
-"""Compares the sampling of rollouts with llama.cpp's server: the groups of ``rollouts.py``, without
-updates and without kills.
+"""Compares the sampling of rollouts with llama.cpp's server. The rollouts are the groups of
+``rollouts.py``, without updates and without kills.
 
 Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. On the
 bus, a group is one request, and its answer has the log-probability of each token. At llama.cpp's

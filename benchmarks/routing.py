@@ -8,8 +8,9 @@ a workload differ only in the setting ``route_by_prefix``.
 - ``turns``: conversations of six turns; each turn adds 256 tokens to the conversation so far;
 - ``unique``: prompts of 1,024 tokens without common prefixes.
 
-``prefill_saved`` and ``p90_ttft_vs_least_load`` are the worse results of the first two workloads.
-``throughput_vs_least_load`` comes from the third workload, which overloads the workers.
+``prefill_saved`` and ``p90_ttft_vs_least_load`` are measured in the first two workloads, and the
+worse result is reported. ``throughput_vs_least_load`` is measured in the third workload, which
+overloads the workers.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds conversations of six turns. Six conversations begin per second, and a turn begins 3 s
-    after the end of the previous turn, on average."""
+    """Adds conversations of six turns. Six conversations begin per second. On average, a turn
+    begins 3 s after the end of the previous turn."""
     rng = random.Random(2)
 
     def ended(left: int, pause: random.Random, stream: Stream, tokens: list[int]) -> None:

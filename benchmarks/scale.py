@@ -1,13 +1,15 @@
-"""Measures how the broker scales with workers and streams, and the gain of more GPU workers.
+"""Measures the broker's costs with many workers and streams, and the throughput with several GPU
+workers.
 
 ``_scale_core.py`` runs the broker's core with the journal and without sockets, for up to 10,000
 workers and a million live streams of a thousand clients. Times are CPU time. The times for each
 message are the minimum of several runs, because other work on the machine evicts caches:
 
-- ``us_per_token_1m_vs_1k``: the time to route a step's tokens with a million live streams on 1,000
-  workers, divided by the time with a thousand live streams on 100 workers;
-- ``us_per_submit_10kw_vs_10w``: the time to admit a request and choose its worker with 10,000
-  workers, divided by the time with ten workers; both systems have 100,000 live streams;
+- ``us_per_token_1m_vs_1k``: ratio of the times to route a step's tokens. A system with a million
+  live streams on 1,000 workers is compared with a system with a thousand live streams on 100
+  workers;
+- ``us_per_submit_10kw_vs_10w``: ratio of the times to admit a request and choose its worker, with
+  10,000 workers and with ten workers. Both systems have 100,000 live streams;
 - ``bytes_per_stream``: memory for each of a million live streams, without the request and the
   tokens in the journal;
 - ``tick_ms_max``: the longest tick of all systems.
@@ -50,7 +52,7 @@ def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int)
 
 
 def alone(work: Callable[..., Figures], *args: float) -> Figures:
-    """Runs ``work`` in a new process, so that only its own memory is measured."""
+    """Runs ``work`` in a new process, so that only the memory of ``work`` is measured."""
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)
 

@@ -1,6 +1,6 @@
 """Compares our ``json_schema`` controller with llguidance alone on MaskBench's JSON schemas. Also
-checks that random texts under the schemas are valid, for ``max_tokens`` from a schema's minimum to
-400.
+generates random texts under the schemas, and checks that they are valid. ``max_tokens`` is between
+a schema's minimum and 400.
 
 The vocabulary is Tekken's, with 131,072 tokens. The schemas and their texts are not part of this
 repository: ``--maskbench`` is a ``.tar.gz`` of MaskBench's files (guidance-ai/jsonschemabench on
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 _shared: list[World] = []
-"""The vocabulary, which forked processes inherit."""
+"""The vocabulary. Forked processes inherit it."""
 
 
 def _run(cases: list[Case], walks: int, until: float) -> tuple[MaskFigures, WalkFigures]:

@@ -1,7 +1,7 @@
 """Measures the cost of scripts: the first decision, rounds, forks, and the memory of sequences.
 
 A script and the built-in constraint ``regex`` run in this process, with the vocabulary of the
-embedded model. Both constrain the text in the same way. Times are the best of several runs.
+embedded model. Both constrain the text in the same way. Times are the minimum of several runs.
 
 The name of each figure begins with ``js`` or ``py``, the language of the script.
 
@@ -10,8 +10,8 @@ The name of each figure begins with ``js`` or ``py``, the language of the script
 - ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
   round of the constraint.
 - ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
-- ``fork_us``: a copy of a sequence. ``fork_us_first``: the first copy, for which no earlier
-  instance can be reused.
+- ``fork_us``: a copy of a sequence. ``fork_us_first``: the first copy, which cannot reuse an
+  earlier instance.
 - ``js_mb_200_live``, ``py_mb_50_live``: growth of this process's memory by 200 or 50 sequences that
   have generated ten tokens each, in MB.
 """
@@ -95,8 +95,8 @@ class World:
         controller.mid_process((0,), self.mask)
 
     def rounds(self, controller: Controller, count: int) -> float:
-        """Seconds of a round. The sampled token is always the first token that the first mask
-        allows."""
+        """Seconds of a round. Each round samples the same token: the first token that the first
+        mask allows."""
         token = allowed(self.mask, self.vocabulary.size)[0]
         spent = 0.0
         for _ in range(count):

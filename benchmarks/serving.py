@@ -8,14 +8,14 @@
   per second of the same engine without a bus. The model is a Llama with 21 million parameters, and
   prompts have 32 tokens. A run has one stream of 192 tokens or 32 streams of 64 tokens.
 - ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Like our worker, this server
-  samples greedily and computes in float32. Its streams are read over HTTP. The figures are missing
-  without the server, which ``make bench-peers`` builds.
+  samples greedily and computes in float32. The server's streams are read over HTTP. The figures are
+  missing without the server, which ``make bench-peers`` builds.
 - ``slowest_second_vs_median``: number of tokens in the slowest second, divided by the number in the
   median second. For a minute, streams of 1,000 tokens run one after another.
 
-In a round, all loads run one after another. A figure is the median of the ratios of all rounds;
-each ratio compares two loads. All processes share the machine, and processes that are not measured
-are idle. Speculation is off; ``speculation.py`` measures it.
+In a round, all loads run one after another. A ratio compares two loads of one round. A figure is
+the median of the ratios of all rounds. All processes share the machine, and processes that are not
+measured are idle. Speculation is off; ``speculation.py`` measures it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from _served import HERE, Loader, System
 
 ROUNDS = 5
 SHORT = 0.15
-"""Size of a warm-up run, and of a run with ``--quick``, relative to a normal run."""
+"""The size of a warm-up run and of a run with ``--quick``, as a fraction of a normal run."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
 TEXT = {"text": True}
@@ -80,8 +80,8 @@ FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
 
 
 class Figure(NamedTuple):
-    """The ratio of the tokens per second of ``load`` to those of ``over``. If ``over`` is empty,
-    ``load`` is compared with the ideal rate, at which each step takes only its forward's time."""
+    """A ratio of tokens per second: ``load`` to ``over``. If ``over`` is empty, ``load`` is
+    compared with the ideal rate, at which each step takes only its forward's time."""
 
     load: str
     over: str

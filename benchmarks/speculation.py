@@ -28,7 +28,7 @@ from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32
 TURNS = 4
-"""Number of times that a round runs a text without and with drafts. The two runs take turns in
+"""In a round, a text runs this number of times without and with drafts. The two take turns in
 running first, because the machine's speed changes within the half second of a run."""
 SMALL = {
     "hidden_size": 128,
@@ -37,7 +37,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-"""The shape of the draft model, whose output layer is fitted to the prose only."""
+"""The shape of the draft model. Its output layer is fitted to the prose only."""
 RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
 Text = tuple[list[int], list[int]]
 """A prompt, and the tokens that follow it."""

@@ -4,8 +4,8 @@ The answers have Hermes's form: thinking, free text in which eight functions may
 calls. The vocabulary is Tekken's, with 131,072 tokens. A step is the work for one token, with the
 calls that a worker makes: accept the token and fill the next mask. Free text is compared with a
 regex that allows any text, and with llguidance alone under structural tags with the same triggers.
-The arguments of a call are compared with ``json_schema`` alone. All engines have already processed
-the text, except in figures with ``first``. Everything runs on one thread.
+The arguments of a call are compared with ``json_schema`` alone. Before the measurement, all engines
+have processed the text once, except in figures with ``first``. Everything runs on one thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Steps:
             if answer.action is Action.STOP or not text:
                 controller.close()
                 return seconds
-            # In free text, the last token of the value may also contain the text after it.
+            # In free text, the last token of the value may also contain a part of the text after
+            # the value.
             if answer.masked and len(text) < len(value):
                 seconds.append(took)
             tokens = self._world.vocabulary.tokenize(text)[:1]

@@ -1,1 +1,1 @@
-"""The broker between clients and workers: admits and routes requests, and bounds all queues."""
+"""The broker connects clients and workers. It admits and routes requests, and bounds all queues."""

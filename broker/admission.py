@@ -85,8 +85,8 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
-        # If a client reuses the ``stream_id`` of an ended stream, it will not attach to the ended
-        # stream, so the stored end is dropped.
+        # A client that reuses the ``stream_id`` of an ended stream will not attach to the ended
+        # stream any more. So the stored end of this stream is dropped.
         self._ends.drop(session, request.stream_id)
         self._state.counters.requests += 1
         try:
@@ -104,8 +104,8 @@ class Admission:
                     self._dispatcher.abandon(request, error)
 
     def leave(self, error: TokenbusError) -> None:
-        """Refuses new requests of clients that cannot continue their streams at this broker's
-        successor."""
+        """Refuses new requests of clients that cannot continue their streams at the broker that
+        replaces this one."""
         self._leaving = error
 
     def _check_unread(self, session: Session) -> None:

@@ -1,5 +1,5 @@
-"""Adopts live requests that workers report. These requests were accepted by an earlier run of this
-broker, or by another broker.
+"""Adopts live requests that workers report. An earlier run of this broker, or another broker, has
+accepted these requests.
 
 A session's id is computed from the session's token, and workers report the id. So the broker can
 restore the session of a reported request before the client has connected again, and recognize the
@@ -69,8 +69,8 @@ class Adoption:
         self._ended = False
         self._adopted = 0
         self._due: deque[tuple[float, Request]] = deque()
-        """The adopted requests, each with the time in seconds at which it ends if no client has
-        attached to it. The earliest time is first."""
+        """The adopted requests, each with its deadline in seconds, the earliest deadline first. If
+        no client has attached to a request by its deadline, the request ends."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
@@ -78,7 +78,8 @@ class Adoption:
         registered."""
 
     def open(self) -> bool:
-        """Whether workers may still report requests for adoption."""
+        """Whether workers may still report requests for adoption, because ``recover_s`` is not
+        over."""
         return not self._ended and not self._recovery.has_ended(self._state.now)
 
     # --- workers --------------------------------------------------------------------------------
@@ -93,7 +94,8 @@ class Adoption:
             self._recovery.follow()
         known = self._state.requests
         if worker.role == "state":
-            # The state worker keeps the variables of requests that may still be adopted.
+            # Some of these requests may still be adopted, so the state worker does not drop their
+            # variables yet.
             if not self._may_adopt():
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
@@ -144,9 +146,9 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
-        # ``adopted_at`` makes START wait for controller workers that have not registered yet. It is
-        # not set for the request of a claimed session, because a claim may come long after this
-        # broker's start, when the controller workers have registered.
+        # ``adopted_at`` makes START wait for controller workers that have not registered yet. For
+        # the request of a claimed session, the field is not set: such a request may come long after
+        # this broker's start, and all controller workers have registered by then.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
@@ -197,13 +199,13 @@ class Adoption:
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
         if held is not None and reached < (held.moves, held.received):
-            # The client has received more than this copy has, so another worker has continued the
-            # request.
+            # The client has received more entries than this copy has. So another worker has
+            # continued the request.
             return None
         if session is not None:
-            # If this run of the broker opened the session, its tables have all live streams of the
-            # session. A worker that was cut off may report a stream that is not in these tables.
-            # Such a stream has ended, or continues at another broker.
+            # If this run of the broker has opened the session, its tables have all live streams of
+            # the session. A worker that reports another stream of the session was cut off. Such a
+            # stream has ended, or continues at another broker.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
             return session if begun_before and not known else None
@@ -212,7 +214,7 @@ class Adoption:
         return self._session_of(header)
 
     def _session_of(self, header: Header) -> Session:
-        """Makes a session for the streams of a client that has not connected yet."""
+        """Makes the session of reported streams whose client has not connected yet."""
         now = self._state.now
         session = Session(
             id=header.address,
@@ -241,8 +243,8 @@ class Adoption:
     # --- clients --------------------------------------------------------------------------------
 
     def claim(self, token: str, key: str, now: float) -> Session | None:
-        """The session of a client whose token is not in the table. None if the token is not valid,
-        or if the time for adoption is over.
+        """Returns the session of a client whose token is not in the table of sessions. Returns None
+        if the token is not valid, or if the time for adoption is over.
 
         If no worker has reported the session yet, a new session is made, which receives the streams
         that workers report later.
@@ -250,13 +252,14 @@ class Adoption:
         if not self.open() or not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        # Controllers of the session's streams have waited for the client, because its key
-        # determines which modules they may use.
+        # Controllers of the session's streams have waited for the client, because the client's key
+        # determines which modules the controllers may use.
         self._controllers.start_of(session)
         return session
 
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
-        """The session of a client that comes from another broker, on the connection ``peer``.
+        """Returns the session of a client that comes from another broker, on the connection
+        ``peer``.
 
         If this broker already has the session, it removes the session's streams, because they may
         have continued at another broker. The workers then report the streams again."""
@@ -276,8 +279,8 @@ class Adoption:
         return session
 
     def _claimed(self, token: str, key: str, now: float) -> Session:
-        """The session of a client's token. It is made if this broker does not have it yet. Workers
-        may report more streams of the session later."""
+        """Returns the session with a client's token, and makes the session if this broker does not
+        have it. Workers may report more streams of the session later."""
         self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
@@ -293,8 +296,8 @@ class Adoption:
 
     def on_registered(self, worker: Worker) -> None:
         """Handles the registration of a GPU worker, which may have streams of sessions that are
-        being claimed. The worker gets no CLAIM for a session without a connection, because the
-        client may have gone to the next broker."""
+        being claimed. The broker sends a CLAIM only for sessions with a connection: a client
+        without a connection may have gone to the next broker."""
         if worker.role == "gpu":
             fences = worker.fences.all_unasked()
             if fences:
@@ -331,18 +334,19 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Ends the turns of these sessions' claims that every worker has answered. Then removes
-        these claims, and refuses ATTACHes to streams that no worker has reported. During
-        ``recover_s``, nothing is removed or refused, because more workers may register."""
+        """Handles the sessions among ``sessions`` whose CLAIM every worker has answered: ends the
+        turns of their claims (``claims.py``), removes the claims, and refuses ATTACHes to streams
+        that no worker has reported. During ``recover_s``, nothing is removed or refused, because
+        more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
                 self._attaches.refuse(session, self._sessions.by_id.get(session))
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's RELEASED: another broker has claimed requests of this worker. A broker
-        that was paused may send such a claim late, when the client is already connected to this
-        broker again. ``Session.displaced`` is then set."""
+        """Handles a worker's RELEASED: another broker has claimed requests of this worker. If the
+        other broker was paused, its claim may come late, when the client has already returned to
+        this broker. In this case, ``Session.displaced`` is set."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)
@@ -360,8 +364,8 @@ class Adoption:
             self._withdraw(request)
         end = session.log.ends.get(message.stream_id)
         if end is not None:
-            # The stream has continued elsewhere. A client that has received all entries of a copy
-            # would have received the copy's end too.
+            # The client may have entries of another copy, which has continued after this one. A
+            # client that had all entries of this copy would also have its end.
             is_short = 0 < end.count <= message.received
             if is_short or end.moves < message.moves:
                 self._ends.drop(session, message.stream_id)

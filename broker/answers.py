@@ -1,9 +1,10 @@
-"""Answers ATTACHes from stored ends. Between two ticks, only a bounded number of bytes is sent.
+"""Answers ATTACHes to streams that have ended, from the stored ends. Between two ticks, only a
+bounded number of bytes is sent.
 
 A stream that has ended can have more than 100 MB of entries, and a client can attach to the stream
-on one connection after another. So keys take turns, and the sessions of a key share the turns of
-the key. In its turn, a session gets a part of its answers. The session's log is read once for all
-ATTACHes that wait when the reading begins. Small answers are sent at once.
+on one connection after another. So the keys of clients take turns, and the sessions of a key share
+the turns of the key. In each turn, a part of one session's answers is sent. One reading of a
+session's log serves all ATTACHes that wait when the reading begins. Small answers are sent at once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ log = logging.getLogger(__name__)
 
 PASS_BYTES = 1024 * 1024
 """Maximum bytes that are read, decoded and sent between two ticks. The last part may exceed this
-bound; fewer bytes are then sent after the next ticks."""
+bound. Fewer bytes are then sent after the next ticks."""
 ENTRY_BYTES = 200
-"""Number of bytes that are counted for each entry, in addition to the bytes of the entry."""
+"""Number of bytes that count for each entry, in addition to the bytes of the entry."""
 TURN_BYTES = 256
-"""Number of bytes that are counted for each turn, in addition to the bytes of its part."""
+"""Number of bytes that count for each turn, in addition to the bytes that the turn sends."""
 
 
 class Answers:
@@ -43,8 +44,8 @@ class Answers:
         """By key: the sessions with incomplete answers. A session without a key has its own entry.
         Keys, and the sessions of each key, are in the order of their turns."""
         self._left = PASS_BYTES
-        """Number of bytes that may still be sent before the next tick; negative after a large
-        part."""
+        """Number of bytes that may still be sent before the next tick. Negative if the last part
+        exceeded the bound."""
 
     @property
     def behind(self) -> bool:
@@ -53,9 +54,9 @@ class Answers:
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
         """Begins to answer ATTACHes to a stream whose end is stored. ``received``:
-        ``Attach.received`` of each ATTACH. Only the last ATTACH is answered with entries: those
-        after the first ``received[-1]``. If an earlier answer is incomplete, the new answer
-        replaces it."""
+        ``Attach.received`` of each ATTACH. Only the answer to the last ATTACH has entries. It
+        begins after the first ``received[-1]`` entries of the stream. If an earlier answer is
+        incomplete, the new answer replaces it."""
         if session.peer is None or not received:
             return
         if end.stored:

@@ -1,7 +1,8 @@
 """Handles ATTACH, by which a client resumes a stream of its session. Every ATTACH is answered.
 
-Usually the worker of the stream answers, because the worker stores the entries that it has sent. If
-the stream has no worker, or has ended, the broker answers from the log of the session.
+Usually the broker passes the ATTACH to the worker of the stream. The worker stores the entries that
+it has sent, and answers. If the stream has no worker, or has ended, the broker answers from the log
+of the session.
 
 After a restart of the broker, or when a client comes from another broker, the stream may be unknown
 to the broker. The broker then holds the ATTACH until a worker reports the stream, and answers from
@@ -46,8 +47,8 @@ class Attaches:
         self._ends = ends
         self._moves = moves
         self._awaited: dict[int, dict[int, Attach | None]] = {}
-        """For each session, and each of its streams that no worker has reported yet: the held
-        ATTACH, or None if the client has cancelled the stream."""
+        """By session and stream, for streams that no worker has reported yet: the held ATTACH, or
+        None if the client has cancelled the stream."""
         self._num_awaited = 0
 
     # --- clients --------------------------------------------------------------------------------
@@ -154,8 +155,8 @@ class Attaches:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
                 f"stream {request.stream_id} waits for another worker, and {MAX_ANSWERED} ATTACHes "
-                "were answered with its entries meanwhile; more are not allowed, attach again when "
-                "the stream has moved",
+                "to it were answered during this wait, which is the maximum; attach again when the "
+                "stream has moved",
                 retry_after_s=RETRY_AFTER_S,
             )
         interruption.answered += 1
@@ -164,8 +165,8 @@ class Attaches:
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
         """Handles a worker's report of a stream. ``sent``: the entries that the worker has sent, as
-        a body of TOKEN. The broker itself answers a held ATTACH for the stream, because the worker
-        may be in a long step.
+        a body of TOKEN. If an ATTACH for the stream is held, the broker answers the ATTACH itself,
+        because the worker may be in a long step.
 
         If the client no longer accepts the form in which the worker encodes the stream's entries,
         the broker forwards the ATTACH to the worker, which then changes the form. ``flags``: the
@@ -216,8 +217,8 @@ def _from_beginning_if_behind(request: Request, message: Attach) -> Attach:
     """If the adopted copy of a stream is not the copy from which the client has received entries,
     returns an ATTACH for all entries of the stream. Otherwise returns ``message``.
 
-    The two copies may have their entries in different orders. From the beginning, the client can
-    recognize the entries that it has by their sequences.
+    The two copies may order the entries of different sequences differently. So the client must
+    receive all entries, and discards for each sequence those that it already has.
     """
     if request.attachment is not Attachment.UNCLAIMED:
         return message

@@ -1,5 +1,5 @@
-"""Buffers: parts of prompts that are stored for a session, so that the session's requests can name
-them."""
+"""Stores buffers. A buffer is a part of prompts that a session stores under a name, so that the
+session's requests can refer to it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Buffers:
             self.keep(session, message.name, kept)
 
     def on_save(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end. The
-        request has named this buffer in its field ``save``."""
+        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end. The name
+        of the buffer is the request's field ``save``."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
         header = decode_header(frames[1])
         session = self._state.sessions.by_id.get(header.address)
@@ -96,8 +96,8 @@ class Buffers:
         raise UnavailableError(
             Code.CLIENT_LIMIT,
             f"with the buffer {name!r} the buffers of this key would have {own + added} bytes, and "
-            f"those of all keys {self._bytes + added} of {most}; one key may use at most half of "
-            f"the bytes that other keys leave free",
+            f"the buffers of all keys {self._bytes + added} of {most} bytes; one key may use at "
+            "most half of the bytes that other keys leave free; delete other buffers first",
             retry_after_s=RETRY_AFTER_S,
         )
 

@@ -1,5 +1,5 @@
-"""Stores the TOKEN bodies of a session in chunks, which have no overhead per body, and reads the
-entries in them."""
+"""Stores the TOKEN bodies of a session in chunks, and reads entries from the chunks. A chunk has no
+overhead for each body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..protocol.messages import Token
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
 PART_BYTES = 4096
-"""Bodies are not joined to an element of ``Chunk.parts`` that has reached this size."""
+"""If an element of ``Chunk.parts`` has reached this size, no further bodies are joined to it."""
 NUMBER_BYTES = 8
 """Size of an element of ``Chunk.numbers``, in bytes."""
 LARGE_BYTES = 512
@@ -67,7 +67,7 @@ class Chunk:
         if self.encoding == "json":
             lines: list[Any] = _LINES.decode_lines(b"".join(self.parts))
             return lines
-        # In msgpack, an array is a header with its length and then the objects.
+        # An array in msgpack is a header with the number of elements, and then the elements.
         header = b"\xdd" + len(self.numbers).to_bytes(4, "big")
         return _BODIES.decode(b"".join([header, *self.parts]))
 
@@ -85,9 +85,9 @@ class Place:
     segment: int
     """The segment of ``Recent`` in which the request began."""
     again: list[tuple[int, int]] | None = None
-    """After an ATTACH, the worker sends entries again. The list has a pair for each ATTACH: the
-    number of the first message after the worker's answer, and the number of the first entry that
-    is sent again."""
+    """After an ATTACH, the worker sends some entries again. For each ATTACH, the list has a pair:
+    the number of the first message after the worker's answer, and the number of the first repeated
+    entry."""
 
 
 class Routed:
@@ -97,11 +97,11 @@ class Routed:
         self._request = request
         self.first = place.first
         self._again = [*(place.again or ()), (1 << 62, 1 << 62)]
-        """``Place.again``, and then a sentinel with a message number that no body has."""
+        """``Place.again``, followed by a sentinel with a message number that no body has."""
         limits = accumulate((received for _, received in reversed(self._again)), min)
         self._limits = list(limits)[::-1]
         """For each pair in ``_again``: the smallest entry number of this pair and all later pairs.
-        Entries from this number on are sent again later."""
+        Entries from this number on are repeated in later bodies."""
         self._at = 0
         self._length = 0
         """The entry number of the next entry that is read."""

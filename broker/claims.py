@@ -1,9 +1,9 @@
 """Claims the sessions of clients that come from another broker. The broker sends CLAIM to each GPU
 worker, and each worker reports its streams of the session.
 
-A client can invent a token, for which the broker then sends a CLAIM to each GPU worker. So each
-connection has at most one active claim, and all connections together have at most ``MAX_CLAIMS``.
-Further claims wait, and connections take turns.
+A client can invent a session's token, and each token makes the broker send a CLAIM to each GPU
+worker. So a connection has at most one active claim, and all connections together have at most
+``MAX_CLAIMS``. Further claims wait, and connections take turns.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Claims:
         self._pools = state.pools
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
-        """By connection: the sessions whose claim waits to begin, or to begin again after the
-        current claim. The connections are in the order of their turns."""
+        """By connection: the sessions whose claim waits to begin. If a session's claim is already
+        active, another claim of it begins afterwards. The connections are in the order of their
+        turns."""
         self._turns: dict[bytes, tuple[int, float]] = {}
         """By connection, oldest first: the session of its active claim, and the time at which the
         claim began, in seconds."""

@@ -1,5 +1,5 @@
-"""Tracks the connections of a bound ROUTER socket: finds their routing ids, and notices when they
-end.
+"""Tracks the connections of a bound ROUTER socket: finds the routing id of each connection, and
+notices when a connection ends.
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
 gives the id of a closed connection to the next peer that chooses it. So the number that ZAP gave to
@@ -66,22 +66,22 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many connections."""
         self.counted: int | None = 0
-        """Bytes of the connection's messages on the wire. None when the handshake has proved small:
-        apart from messages, the connection has received at most ``QUIET_BYTES``. Messages are then
-        not counted any more."""
+        """Bytes of the connection's messages on the wire, counted until the handshake is known to
+        be small. Then the value is None. A handshake is small if the connection has received at
+        most ``QUIET_BYTES`` apart from its messages."""
         self.spoke = False
         """Whether a message has arrived since ``Unfinished`` last visited the connection. Each
         message sets the flag, ``Unfinished`` clears it. Only ``Unfinished`` uses the fields
         below."""
         self.since = 0.0
-        """The time at which ``Unfinished`` first visited the connection or last found that a
-        message had ended, in seconds."""
+        """The time at which ``Unfinished`` last found that a message had ended, in seconds. Before
+        that, the time of its first visit."""
         self.received = 0
         """Bytes that the connection had received at ``since``. While messages are counted, a copy
         of ``counted``."""
         self.grown = 0
-        """The value of ``Unfinished._grown`` when the unfinished message was first found, in
-        bytes."""
+        """The value of ``Unfinished._grown``, in bytes, when ``Unfinished`` first found the present
+        unfinished message."""
 
     def is_newer_than(self, user: str) -> bool:
         """Whether the connection was established after the connection with the ``User-Id``
@@ -90,8 +90,8 @@ class Connection:
 
 
 class Connections:
-    """All connections of one socket. Create this object before the socket is bound, so that it
-    receives all events.
+    """All connections of one socket. Create this object before the socket is bound. Otherwise it
+    would miss events.
 
     The callback ``closed`` is called when ``take_closed`` has ids to return.
 
@@ -152,8 +152,8 @@ class Connections:
             self.closed()
 
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
-        """Finds the connection of a message if its routing id is new, or if its ``User-Id`` differs
-        from that of the previous message with this routing id.
+        """Finds the connection of a message that has a new routing id, or another ``User-Id`` than
+        the previous message with this routing id.
 
         The new connection is shut if its peer chose the id of another connection, or if its key has
         too many connections. The message is then dropped, and the result is None.
@@ -164,8 +164,8 @@ class Connections:
             if connection.is_newer_than(user):
                 connection = None
             else:
-                # The first message of the previous connection on this descriptor was read late, and
-                # its ``User-Id`` was assigned to the present connection.
+                # The previous connection on this descriptor has closed, but its first message was
+                # read late. So its ``User-Id`` was assigned to the present connection.
                 self._forget(connection)
                 self._end(connection)
                 connection = self.by_fd[fd] = Connection(fd, connection.inode)
@@ -194,7 +194,8 @@ class Connections:
         return connection
 
     def count(self, connection: Connection, frames: list[bytes]) -> None:
-        """Counts a message of a connection whose handshake may have been large."""
+        """Adds the size of a message to ``counted`` of its connection. Ends the count if the
+        handshake proves small."""
         assert connection.counted is not None
         connection.counted += bytes_of_message(frames, bool(connection.key))
         received = bytes_received(connection.fd)
@@ -221,7 +222,8 @@ class Connections:
         own = self._of_key[key]
         fits = not key or fits_share(own, self._of_key.total(), self._most)
         if not fits:
-            log.warning("the key %s has %d connections, its whole share; more are shut", key, own)
+            why = "the key %s has %d connections, which is its share; further ones are closed"
+            log.warning(why, key, own)
         return fits
 
     def _accept(self, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Handles processes that register with the name of a worker that is alive.
+"""Handles processes that register with the name of another worker, which is still alive.
 
 If two processes with one name could replace each other, both would lose their leases again and
 again, and the broker would quarantine their requests (``quarantine.py``). So the first process
@@ -29,7 +29,7 @@ class Contender:
 
 
 class ContestedNames:
-    """The process that last contended for each name."""
+    """For each contested name, the process that contended for it last."""
 
     def __init__(self, expiry_s: float) -> None:
         """``expiry_s``: a contender that has not registered again within this number of seconds

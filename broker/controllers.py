@@ -1,5 +1,5 @@
-"""Assigns the controllers of requests to controller workers, from the reservation of a place to the
-end of the request."""
+"""Assigns the controllers of requests to controller workers, from the reservation of a place at a
+worker to the end of the request."""
 
 from __future__ import annotations
 
@@ -52,14 +52,20 @@ class Controllers:
         try:
             self.choose(name)
         except TokenbusError as error:
-            if not self._may_register(error):
+            full = error.code == Code.QUEUE_FULL
+            if not (self._may_register(error) or (full and self._is_replaced(name))):
                 raise
             return True
         return False
 
+    def _is_replaced(self, name: str) -> bool:
+        """Whether a worker that serves the controller ``name`` drains, and another process is about
+        to replace this worker."""
+        return any(worker.succeeded for worker in self._serving(name).workers.values())
+
     def _may_register(self, error: TokenbusError) -> bool:
-        """Whether the cause of this error, which ``choose`` has raised, may be that a worker has
-        not registered yet."""
+        """Whether ``choose`` may have raised this error only because a worker has not registered
+        yet."""
         return self._state.recovery.awaits_workers(error, self._state.now)
 
     def choose(self, name: str, served_as: str = "") -> Worker:
@@ -122,7 +128,7 @@ class Controllers:
         names = ", ".join(sorted(pools.names("controller")))
         raise RequestError(
             Code.UNKNOWN_CONTROLLER,
-            f"no worker serves the controller {name!r}; served are: {names}",
+            f"no worker serves the controller {name!r}; the served controllers: {names}",
             path="$.controller",
         )
 
@@ -134,7 +140,7 @@ class Controllers:
         return self._state.now - left_at < self._settings.move_wait_s
 
     def reserve(self, request: Request) -> None:
-        """Reserves a place for a request's controller if a worker has a free place.
+        """Reserves a place for a request's controller if a controller worker has a free place.
 
         If no worker has a place, ``start`` chooses a worker later, or refuses the request.
         """
@@ -193,12 +199,13 @@ class Controllers:
         worker receives the START, or the START waits.
 
         If the worker does not know the controller, ``unknown`` is the error that it has sent. After
-        a restart of the broker, a worker for modules may receive the START before the worker that
-        serves the controller has registered. As long as that worker may still register, the START
-        waits for it; if it may not, the request ends with the error.
+        a restart of the broker, a worker for modules may receive the START although another worker,
+        which has not registered yet, serves the controller. As long as such a worker may still
+        register, the START waits. After that time, the request ends with the error.
         """
         if unknown:
-            # Unlike a worker without room, this worker has begun the request, and must delete it.
+            # A worker that does not know the controller has begun the request, and must delete it.
+            # A worker without room has not begun it.
             self._out.to_worker(worker, b"END", End(requests=[request.id]))
         if request.steered_by is not worker or not request.steered.started:
             return
@@ -220,13 +227,13 @@ class Controllers:
 
         If the client of an adopted request has not connected yet, the START waits for the client,
         whose key determines which modules the request may use. A START also waits if the request's
-        controller worker may come back.
+        former controller worker may still register (``_may_come_back``).
         """
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """The pattern that a controller worker must serve to run the controller of a request, by
-        the rules of ``choose``."""
+        """The pattern (``_left``) that a controller worker must serve to run the controller of a
+        request. The rules are those of ``choose``."""
         name = request.controller
         if request.steered.served_as:
             return request.steered.served_as
@@ -251,7 +258,7 @@ class Controllers:
 
     def start_waiting(self) -> None:
         """Starts every waiting controller for which a worker has a place now. Call this method when
-        workers have changed or time has passed. The method examines every START that waits."""
+        workers have changed, or when time has passed. It examines every START that waits."""
         for waiting in self._waiting:
             request = waiting.request
             if self._is_held(request):

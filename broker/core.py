@@ -212,7 +212,7 @@ class Broker:
         self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
     ) -> list[Outgoing]:
         """Handles the end of a connection. ``unsent``: the frames of a message that could not be
-        sent for this reason, if any."""
+        sent because the connection had ended, if any."""
         self._at(now)
         if side is Side.FRONT:
             self.state.sessions.unread.on_gone(peer)
@@ -245,8 +245,8 @@ class Broker:
 
     @property
     def due_at(self) -> float:
-        """The time at which ``expire`` must be called next: the earliest deadline of a request, in
-        seconds."""
+        """The time in seconds at which ``expire`` must be called next. This is the earliest
+        deadline of a request."""
         return self.state.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
@@ -265,8 +265,8 @@ class Broker:
         return max(0.001, min(self.settings.tick_s, self._leases.expires_at - now))
 
     def leave(self) -> list[Outgoing]:
-        """Prepares to leave: another broker is about to replace this broker and to adopt the
-        workers' requests. Requests that cannot be adopted must end first."""
+        """Prepares to leave: another broker is about to replace this broker, and adopts the
+        requests that workers report. Requests that cannot be adopted must end first."""
         self._guarded(self._admission.leave, self._stopping())
         return self._taken()
 
@@ -287,8 +287,8 @@ class Broker:
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after the time ``then``, as its
         heartbeats report. A worker that has received a signal to stop sends DRAIN before its next
-        step. So if the result is True, each of these workers that had received the signal by
-        ``then`` has sent DRAIN."""
+        step. So if the result is True, every worker with requests that had received the signal by
+        ``then`` has also sent DRAIN."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 

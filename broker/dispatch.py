@@ -33,8 +33,8 @@ CANCEL_GRACE_S = 10.0
 request itself."""
 
 MAX_ENDED = 250
-"""Maximum number of requests that one tick ends for the same reason. The next tick follows soon and
-ends more of them."""
+"""Maximum number of requests that one tick ends for the same reason. If more requests are due, the
+next tick follows soon."""
 MAX_STARTED = 100
 """Maximum number of requests that one event moves to other workers after their worker was lost."""
 MAX_LOOKED_AT = 2_000
@@ -64,15 +64,15 @@ class Dispatcher:
         self._placement = placement
         self._queue_bounds = QueueBounds(state.settings, state.queues)
         self._unserved: dict[tuple[str, str], float] = {}
-        """For each queue that no worker serves: the time at which the broker first noticed this, in
-        seconds."""
+        """For each queue without a worker that serves it: the time at which the broker first
+        noticed this, in seconds."""
         self._early: set[tuple[str, str]] = set()
-        """Queues whose requests arrived before any worker with their model had registered."""
+        """Queues whose requests arrived before a worker with the requests' model had registered."""
         self.behind = False
         """Whether the last tick has left work for the next one."""
         self._places: Iterator[tuple[Request, int]] = iter(())
-        """The waiting requests that the current round of notices has not reached yet, with their
-        places in the queues."""
+        """The waiting requests, each with its place in its queue, that the current round of notices
+        has not reached yet."""
 
     # --- the life of a request ------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Dispatcher:
         self._moves.sent(request, sent)
 
     def withdraw(self, request: Request) -> None:
-        """Removes a request of which another broker or another worker has the valid copy. The
+        """Removes a request because another broker or another worker has the valid copy of it. The
         client is not notified."""
         self._controllers.withdraw(request)
         worker = request.worker
@@ -171,8 +171,8 @@ class Dispatcher:
             self._on_gone(request, worker)
 
     def _on_gone(self, request: Request, worker: Worker | None) -> None:
-        """Handles a request that has left all tables. ``worker``: the worker that had the
-        request."""
+        """Handles a request that was just removed from all tables. ``worker``: the worker that had
+        the request."""
         state = self._state
         self._moves.forget(request)
         if request.trace:
@@ -225,6 +225,7 @@ class Dispatcher:
         """Adds a worker that has registered, and sends it requests that wait for a worker."""
         self._state.workers[worker.id] = worker
         self._pools.add(worker)
+        self._state.recovery.registered(worker)
         self.rebalance()
 
     def remove(self, worker: Worker, loss: Loss) -> None:
@@ -232,8 +233,8 @@ class Dispatcher:
         if self._state.workers.pop(worker.id, None) is None:
             return
         self._pools.remove(worker)
-        if not self._pools.names(worker.role).issuperset(worker.names()):
-            self._state.recovery.lost(worker.role, self._state.now)
+        unserved = set(worker.names()) - self._pools.names(worker.role)
+        self._state.recovery.lost(worker, unserved, self._state.now)
         self._placement.on_lost(worker)
         self._controllers.on_lost(worker)
         self._take_from(worker, list(worker.requests.values()), loss)
@@ -273,8 +274,8 @@ class Dispatcher:
         """Starts waiting requests after the workers, or the models that they serve, have changed.
         ``quiet``: streams that continue after a wait are not logged.
 
-        Requests that no worker serves any more wait for a worker to register. Requests without a
-        model are refused if the default model has become ambiguous.
+        If the last worker for a request has gone, the request waits for another worker to register.
+        If the default model has become ambiguous, requests that do not name a model are refused.
         """
         unclear = self._state.queues.get(("gpu", ""))
         if unclear is not None and not self._pools.default_model and self._pools.has_default:
@@ -298,7 +299,8 @@ class Dispatcher:
         self._controllers.start_waiting()
 
     def _refused_by(self, request: Request, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a refusal by a worker that is full because other brokers use it too.
+        """Handles a worker's refusal of a request. The worker is full, because other brokers use it
+        too.
 
         Another worker receives the request, or the request waits. ``frames`` are the frames that
         the worker received.
@@ -476,16 +478,17 @@ class Dispatcher:
             log.debug(what, request.id, worker.name, shown, extra=logs.about(request.id))
 
     def _bound_in_flight(self, worker: Worker) -> None:
-        """Sends a CLAIM if the worker has not taken many bytes, and notes whether the worker
-        accepts further requests."""
+        """Sends a CLAIM if many bytes of requests to the worker are not confirmed
+        (``in_flight.py``). If too many are not confirmed, updates the pools, so that the worker
+        gets no further requests."""
         if worker.in_flight.must_ask:
             worker.in_flight.asked(send_claim(self._state, worker, []))
         if not worker.in_flight.has_room:
             self._pools.note(worker)
 
     def on_taken(self, worker: Worker, claim: int) -> None:
-        """Handles a worker's answer to the CLAIM with this number: the worker has taken all
-        requests that were sent before this CLAIM."""
+        """Handles a worker's answer to the CLAIM with this number. The answer confirms that the
+        worker has taken all requests that were sent before this CLAIM."""
         if worker.in_flight.answered(claim):
             self._bound_in_flight(worker)
             self.resume(worker)

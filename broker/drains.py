@@ -32,13 +32,13 @@ class Drains:
         self._controllers = controllers
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
-        """The clients' DRAIN messages that wait until a worker has left, by worker, and then by
-        session and ``stream_id``. For each message: its session, and the number of requests that
-        the worker had when the message arrived."""
+        """The clients' DRAIN messages that wait until a worker has left: first by worker, then by
+        session and ``stream_id``. Each value has the message's session, and the number of requests
+        that the worker had when the message arrived."""
 
     def ask(self, session: Session, frames: list[bytes]) -> None:
-        """Handles a client's DRAIN: passes it to the worker. The client is answered when the worker
-        has left.
+        """Handles a client's DRAIN: passes the message to the worker. The client receives the
+        answer when the worker has left.
 
         Raises RequestError if the worker is unknown, and UnavailableError if too many DRAIN
         messages already wait for the departure of this worker.
@@ -50,7 +50,7 @@ class Drains:
             names = ", ".join(sorted(w.name for w in workers)) or "none"
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"no worker has the name {message.worker!r}; registered are: {names}",
+                f"no worker has the name {message.worker!r}; the registered workers: {names}",
                 path="$.worker",
             )
         requests = len(worker.requests) + len(worker.steers)
@@ -79,8 +79,8 @@ class Drains:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Makes each draining worker hand its streams over if other workers can continue all of
-        them, or if a new process will replace the worker.
+        """Makes a draining worker hand over its streams if other workers can continue all of them,
+        or if a new process will replace the worker.
 
         Otherwise the worker continues its streams, and this method is called again when the workers
         have changed.
@@ -108,8 +108,8 @@ class Drains:
         )
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the departure or loss of a worker: answers the clients that have requested the
-        worker's drain."""
+        """Handles the departure or loss of a worker: answers the clients that have sent DRAIN for
+        the worker."""
         self._draining.pop(worker.id, None)
         for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():
             result = {"worker": worker.name, "requests": requests}

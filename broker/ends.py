@@ -37,8 +37,8 @@ MAX_CLOSING_BYTES_WITHOUT_JOURNAL = 4096
 MAX_EXPIRED = 250
 """Maximum number of stored ends of a session that one tick drops."""
 MAX_SENT_AGAIN = 64
-"""Maximum number of ends of a session that one tick sends again after their messages were
-dropped."""
+"""Maximum number of a session's ends that one tick sends again. An end is sent again if its message
+was dropped."""
 
 
 class Ends:
@@ -67,8 +67,9 @@ class Ends:
         self._close(request, (b"TOKEN", encode_body([entry], request.session.encoding)))
 
     def answered(self, request: Request, frames: Sequence[bytes]) -> None:
-        """Ends a request with its worker's answer, an ERROR or a MSG. If the answer is large and
-        too many bytes of earlier answers may be unread, the broker sends its own ERROR instead."""
+        """Ends a request with its worker's answer, which is an ERROR or a MSG. If the answer is
+        large, and too many bytes of earlier answers may be unread, the broker sends its own ERROR
+        instead."""
         peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
             unread = self._state.sessions.unread
@@ -83,7 +84,7 @@ class Ends:
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:
-        """Stores the end of a stream whose last entries were routed, if the client may need the end
+        """Handles a stream whose last entries were routed. Stores the end if the client may need it
         again."""
         session = request.session
         if not (session.acks or request.awaits_attach or session.peer is None):
@@ -107,8 +108,8 @@ class Ends:
         return end
 
     def _close(self, request: Request, closing: Sequence[bytes]) -> None:
-        """Sends the message that ends a request: at once, or after the client's ATTACH if the
-        client has to attach first."""
+        """Sends the message that ends a request. If the client has to attach first, the message is
+        sent after the client's ATTACH."""
         session = request.session
         wanted = session.acks or request.awaits_attach or session.peer is None
         end = self._keep(request, closing) if wanted else None
@@ -132,8 +133,8 @@ class Ends:
     def _keep(
         self, request: Request, closing: Sequence[bytes] | None, sent: bytes | None = None
     ) -> End | None:
-        """Stores the end of a request. Stores nothing if the request's session has ended, or if the
-        session cannot outlive its connection."""
+        """Stores the end of a request, unless the request's session has ended or ends with its
+        connection."""
         session = request.session
         if not session.alive or not (session.greeted or request.attaching):
             return None
@@ -168,7 +169,8 @@ class Ends:
             session.log.drop(end)
 
     def acknowledge(self, session: Session, position: int) -> None:
-        """Handles an acknowledgement: the client has received all ends up to a position."""
+        """Handles an acknowledgement: the client has received all ends up to this position
+        (``stream_log.py``)."""
         for end in session.log.acknowledged(position):
             session.log.drop(end)
 
@@ -203,8 +205,8 @@ class Ends:
         self._was_sent(session, end)
 
     def fail_answers(self, session: Session, error: TokenbusError) -> None:
-        """Ends the incomplete answers to ATTACHes with an ERROR, because some of their entries were
-        dropped."""
+        """Ends a session's incomplete answers to ATTACHes with an ERROR, because some entries of
+        these answers were dropped."""
         for stream_id in list(session.log.answering):
             self.fail(session, stream_id, error)
 
@@ -212,7 +214,8 @@ class Ends:
         """Makes ``closing`` the final message of a stream's stored end, and returns this end."""
         end = session.log.ends.get(stream_id)
         if end is None:
-            # A refused request has no id, so its end gets a number that no request has.
+            # A refused request does not have an id. So its end is stored under a number that is not
+            # the id of any request.
             end = End(-1 - stream_id, stream_id, 0, closing, stored=False)
             session.log.close(end, b"", self._state.now)
         end.closing = closing
@@ -230,8 +233,8 @@ class Ends:
         return True
 
     def _was_sent(self, session: Session, end: End) -> None:
-        """Records that an end was sent. Only an acknowledgement shows whether the end arrived. If
-        the client does not send acknowledgements, the end is dropped now."""
+        """Records that an end was sent. Only an acknowledgement shows whether the end has arrived.
+        If the client does not send acknowledgements, the end is dropped now."""
         session.log.answering.pop(end.stream_id, None)
         if session.acks:
             session.log.on_sent(end)

@@ -1,5 +1,6 @@
-"""The queue of a model. Requests leave by priority, then in turns, then by arrival. Keys take
-turns, then the sessions of a key, then the users of a session."""
+"""The queue of the requests for one model. Requests with a higher priority leave first. Among
+requests of the same priority, keys take turns; so do the sessions of a key, and the users of a
+session. The requests of one user leave in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ next comes first. Clients without keys count as one key."""
 
 
 class FairQueue:
-    """Requests that wait for a worker.
+    """The requests for one model that wait for a worker.
 
     Among requests of the same priority, keys take turns, and the sessions of a key share the turns
     of the key in the same way. If a session sends a thousand requests at once, the first request of
@@ -37,7 +38,7 @@ class FairQueue:
         self._lengths: dict[int, int] = {}
         """Number of requests by priority."""
         self._keys: dict[int, str] = {}
-        """By request: the key under which the request was queued. The request's session may get
+        """By request: the key of its session when the request was queued. The session may get
         another key later."""
         self._places: dict[int, int] = {}
         """By request: the place that was last reported to the request's client."""
@@ -94,8 +95,8 @@ class FairQueue:
             del self._levels[request.priority]
 
     def has(self, request: Request) -> tuple[bool, bool, bool]:
-        """Returns three flags: whether this queue has other requests of the same key, of the same
-        session or group, and of the same user."""
+        """Returns three flags: whether other requests in this queue have the same key, the same
+        session or group, and the same user as this one."""
         key = session = user = False
         for level in self._levels.values():
             sessions = level.get(request.session.key)
@@ -106,8 +107,8 @@ class FairQueue:
         return key, session, user
 
     def note_place(self, request: Request, place: int) -> bool:
-        """Records the place that is about to be reported to a request's client. Returns whether it
-        differs from the place that was reported last. Returns False if the request is not in this
+        """Records the place that is about to be reported to a request's client. Returns whether
+        this place differs from the last reported place. Returns False if the request is not in this
         queue."""
         if request.id not in self._keys or self._places.get(request.id) == place:
             return False
@@ -136,9 +137,9 @@ class FairQueue:
         """An upper bound of the number of requests that would precede ``request``, which is not in
         the queue yet.
 
-        All requests of higher priorities precede the new request. Then the key of the new request
-        gets turns until the new request is next. For each of these turns, each other key gets at
-        most one turn.
+        All requests of higher priorities precede the new request. Among requests of its own
+        priority, its key gets turns until the new request is next. Between two of these turns, each
+        other key gets at most one turn.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
@@ -205,8 +206,8 @@ class Queues(dict[tuple[str, str], FairQueue]):
                 del self[request.queue]
 
     def next_of(self, key: tuple[str, str], now: float) -> Request:
-        """Removes and returns the next request of a queue, which a worker receives. The queue is
-        then last in turn among the queues with the same priority."""
+        """Removes and returns the next request of a queue, which a worker receives. Among the
+        queues with the same priority, this queue is then the last in turn."""
         queue = self.pop(key)
         request = queue.pop(now)
         if queue:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 NO_SESSION = 0
-"""The session in a CLAIM that does not request streams, and in the CLAIMED that answers it."""
+"""The session number in a CLAIM that does not request streams, and in the answer to such a
+CLAIM."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,8 @@ class Fence:
     end: int | None = None
     """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """The number of a CLAIM. All messages about the request are ignored until this CLAIM is
-    answered. 0 if only entries are discarded."""
+    """All messages about the request are ignored until the CLAIM with this number is answered. 0 if
+    only entries are discarded."""
 
 
 @dataclass(slots=True)
@@ -93,8 +94,9 @@ class Fences:
         return bool(self._by_request)
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
-        """Adds or restarts the fence of a request. The fence ends when the worker answers the next
-        CLAIM for which ``asked`` receives this fence, or when ``reported`` is called."""
+        """Adds or restarts the fence of a request. After the next CLAIM, the caller passes this
+        fence to ``asked``. The fence ends when the worker answers this CLAIM, or when ``reported``
+        is called."""
         fence = self._by_request.get(request)
         if fence is None:
             fence = self._by_request[request] = Fence(request, session, stream_id)
@@ -116,8 +118,8 @@ class Fences:
         return [fence for fence in self._by_request.values() if fence.end is None]
 
     def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:
-        """Records that a CLAIM with this session is sent, and that its answer ends these fences.
-        Returns the number of the CLAIM."""
+        """Records that a CLAIM with this session is sent. The answer to this CLAIM will end these
+        fences. Returns the number of the CLAIM."""
         self._asked += 1
         number = self._asked
         self._unanswered[number] = _Unanswered(now, fences)
@@ -146,8 +148,8 @@ class Fences:
         return number
 
     def progressed(self, now: float) -> None:
-        """Restarts the time in which the worker must answer. A worker that has many entries to
-        report sends some of them after each step, and must not count as hung meanwhile."""
+        """Restarts the time in which the worker must answer. A worker with many entries to report
+        sends some of them after each step, and does not count as hung meanwhile."""
         self._reported_at = now
 
     def reported(self, request: int) -> None:
@@ -179,9 +181,9 @@ class Fences:
             del self.by_session[fence.session]
 
     def without_fenced(self, frames: Sequence[bytes], sessions: Sequence[int]) -> list[bytes]:
-        """The frames of a TOKEN without the entries of streams with a fence. ``sessions`` has the
-        session of each body; the bodies begin at the third frame. A body without remaining entries
-        becomes empty.
+        """Returns the frames of a TOKEN, without the entries of streams that have a fence.
+        ``sessions`` has the session of each body; the bodies begin at the third frame. A body of
+        which no entries remain becomes empty.
 
         Raises RequestError if a body is malformed.
         """
@@ -245,8 +247,8 @@ def send_claim(
 
 
 def overdue(state: BrokerState, worker: Worker) -> str:
-    """If a worker has not answered a CLAIM in time, the reason why it counts as lost; otherwise
-    ``""``.
+    """Returns a reason to treat a worker as lost if the worker has not answered a CLAIM in time;
+    otherwise ``""``.
 
     A worker answers between two steps, so the limit is the longest time that a step may take.
     """

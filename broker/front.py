@@ -60,7 +60,8 @@ class Front:
         any."""
         session = self._table.by_peer.get(peer)
         if session is not None and session.key != key:
-            # Another client now has the routing id, so the connection of this session has closed.
+            # Another client now has the routing id. So the connection of the session with this
+            # routing id has closed.
             self._sessions.on_gone(peer, now)
             session = None
         if session is not None:
@@ -159,7 +160,8 @@ class Front:
 
 
 def _check(peer: bytes, frames: list[bytes]) -> None:
-    """Raises an error if a message is malformed, before any part of it is decoded."""
+    """Checks the frames of a message before any part of the message is decoded. Raises an error if
+    the message is malformed."""
     if peer[:1] != b"\0":
         raise RequestError(
             Code.NOT_ALLOWED,
@@ -222,7 +224,7 @@ class _StreamIdOnly(Struct):
 
 
 class _Closing(Struct):
-    """The fields of an ERROR or a MSG that show which stream the message ends."""
+    """The fields of an ERROR or a MSG that show whether the message ends a stream, and which."""
 
     stream_id: StreamId | None = None
     attached: int | None = None

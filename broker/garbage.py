@@ -15,8 +15,8 @@ def bound_pauses() -> None:
 
     A full collection visits every object. With a million live streams it takes more than a second,
     in which the broker does not route messages. A full collection would not free anything, because
-    sessions, workers and requests refer to each other only while they are in the tables.
-    Afterwards, they are freed by their reference counts.
+    sessions, workers and requests refer to each other only while they are in the tables. When they
+    have left the tables, their reference counts free them.
     """
     gc.collect()
     gc.freeze()

@@ -1,10 +1,10 @@
-"""Bounds the bytes of the requests that were sent to a GPU worker and that the worker has not taken
-yet.
+"""Bounds the bytes of the requests that were sent to a GPU worker and not taken yet. A worker
+*takes* a request when it receives the request from ZeroMQ and begins to handle it.
 
 A request of 100 bytes may name buffers of 16 MiB, which the broker sends to the worker each time.
-Without this bound, a worker with room for 512 requests would get 8 GiB of such requests. They would
-fill the broker's memory, and small messages to the worker would wait after them. With the bound,
-further requests wait in the queues, whose bytes are bounded and shared among keys.
+Without this bound, a worker with room for 512 requests would get 8 GiB of such requests. These
+requests would fill the broker's memory, and would delay all later messages to the worker. With the
+bound, further requests wait in the queues, whose bytes are bounded and shared among keys.
 
 After ``ASK_BYTES``, the broker sends a CLAIM with session 0. The worker's CLAIMED confirms that it
 has taken all earlier requests (``fences.py``).
@@ -13,10 +13,11 @@ has taken all earlier requests (``fences.py``).
 from __future__ import annotations
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""A worker gets no further request while it has not taken this number of bytes. The last request
-before that may exceed the number, so a worker always gets at least one request."""
+"""If this number of bytes was sent to a worker and not taken yet, the worker gets no further
+requests. The last request may exceed the bound, so a worker always gets at least one request."""
 ASK_BYTES = MAX_IN_FLIGHT_BYTES // 8
-"""Number of bytes after which a CLAIM is sent, unless the worker has not answered the last one."""
+"""If this number of bytes was sent and not taken yet, a CLAIM is sent. Only one CLAIM at a time is
+unanswered."""
 
 
 class InFlight:
@@ -26,7 +27,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.bytes = 0
-        """Bytes of all these requests."""
+        """Bytes of all requests that were not taken yet."""
         self._sent: dict[int, int] = {}
         """By id: the bytes of each request that was sent after the last CLAIM."""
         self._asked: dict[int, int] = {}
@@ -50,17 +51,18 @@ class InFlight:
         self.bytes += size
 
     def remove(self, request: int) -> None:
-        """Removes a request that has left the worker, if the worker had not taken it."""
+        """Removes a request that has left the worker. Has no effect if the worker had taken the
+        request."""
         self.bytes -= self._sent.pop(request, 0) + self._asked.pop(request, 0)
 
     def asked(self, claim: int) -> None:
-        """Records the number of a CLAIM that was sent after all these requests."""
+        """Records that a CLAIM with this number was sent, after all requests so far."""
         self._claim = claim
         self._asked, self._sent = self._sent, {}
 
     def answered(self, claim: int) -> bool:
-        """Handles the answer to a CLAIM with this number. Returns whether the worker has thereby
-        taken requests: False if the CLAIM had another purpose."""
+        """Handles the answer to the CLAIM with this number: all requests before the CLAIM are
+        taken. Returns False if the CLAIM had another purpose."""
         if claim != self._claim:
             return False
         self._claim = None

@@ -1,9 +1,9 @@
 """Handles INPUT, by which a client sends a text to the program of one of its streams.
 
-The state worker stores the inputs of a request in order, each once, so that a replayed program
-receives them again. The broker does not store inputs, but passes each input to the state worker. A
-client sends an input again until it has received the answer. When the state worker has stored an
-input, the broker notifies the request's controller worker.
+The broker passes each input to the state worker, and does not store it. The state worker stores the
+inputs of a request in order, each once, so that a replayed program receives the same inputs. Then
+the broker notifies the request's controller worker. A client sends an input again until it receives
+the answer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker
 
 AGAIN_S = 0.5
-"""If the client sends an input again within this number of seconds after the input was passed on,
+"""If the client repeats an input within this number of seconds after the broker has passed it on,
 the broker drops the repetition."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
-"""Maximum bytes of the unanswered inputs of all clients. An input counts each time it is passed on,
-because each repetition adds a message to the state worker's queue."""
+"""Maximum bytes of the unanswered inputs of all clients together. An input counts each time it is
+passed on, because each repetition adds a message to the state worker's queue."""
 INPUT_BYTES = 256
 """Bytes that count for an unanswered input in addition to its text, each time it is passed on."""
 
@@ -69,8 +69,8 @@ class Inputs:
         message: Input = decode_as(Input, frames[1])
         worker = self._controllers.state_worker()
         if worker is not None and worker.id != self._worker_id:
-            # The former state worker does not answer any more, so the inputs that it received are
-            # forgotten.
+            # Another state worker has registered. The former one does not answer any more, so the
+            # inputs that were passed to it are forgotten.
             self._worker_id = worker.id
             self._passed.clear()
             self._bytes.clear()
@@ -121,9 +121,9 @@ class Inputs:
         elif not self._fits(_owner(session), size + INPUT_BYTES):
             refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
             refused.message = (
-                f"{self._bytes[_owner(session)]} bytes of this client's inputs wait for an answer, "
-                f"and {self._bytes.total()} bytes of all clients' inputs; at most "
-                f"{MAX_UNANSWERED_BYTES} bytes may wait"
+                f"{self._bytes.total()} of at most {MAX_UNANSWERED_BYTES} bytes of inputs wait for "
+                f"an answer, {self._bytes[_owner(session)]} of them for this client; one client "
+                "may use at most half of the bytes that other clients leave free"
             )
         else:
             return None
@@ -158,8 +158,8 @@ class Inputs:
         return known is not None and self._state.now < known.at + AGAIN_S
 
     def _is_crowded(self, request: Request, number: int) -> bool:
-        """Whether an input was not passed on before, and its request has too many unanswered
-        inputs."""
+        """Whether an input is new (not yet passed on), and its request already has too many
+        unanswered inputs."""
         passed = self._passed.get(request.id, {})
         return number not in passed and len(passed) >= MAX_WAITING_INPUTS
 
@@ -191,8 +191,8 @@ class Inputs:
 
 
 def answers_input(worker: Worker, frames: list[bytes]) -> bool:
-    """Whether a worker's message answers an input. The broker itself has sent the input to the
-    state worker, so the answer is for the broker."""
+    """Whether a worker's message answers an input. Such an answer is for the broker itself, because
+    the broker has sent the input to the state worker."""
     return (
         frames[0] == b"VARIABLE_ANSWER"
         and worker.role == "state"

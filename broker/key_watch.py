@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 """Seconds between two checks of the folder."""
 SETTLED_S = 2.0
-"""The broker reads a folder again if the folder changed less than this number of seconds before the
-last reading. A change after that reading may have the same time stamp."""
+"""If a folder had changed less than this number of seconds before the last reading, the broker
+reads the folder again. Otherwise it could miss a change after that reading that has the same time
+stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
 """The keys that may connect as clients, and the keys that may connect as workers, by the names of

@@ -65,20 +65,21 @@ class Leases:
         """Whether another round of heartbeats starts as soon as the current round is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """The earliest ``last_seen`` that the last complete walk over all workers found.
-        ``_walked`` is the earliest ``last_seen`` that the current walk has found so far. A walk
-        takes several ticks."""
+        """The earliest ``Worker.last_seen`` that the last complete walk over all workers has found.
+        A walk takes several ticks. ``_walked`` is the earliest ``last_seen`` that the current walk
+        has found so far."""
         self._asked: dict[bytes, float] = {}
         """For each connection without a registered worker: the time at which the broker last
-        requested a registration. The broker requests at most one registration in ``heartbeat_s``,
-        because each registration begins a new lease."""
+        requested a registration. It requests at most one in ``heartbeat_s``, because each
+        registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
-        """For each worker that was silent or whose connection has closed, by name: the number of
-        its process, which may still run, and the time of the loss."""
+        """The workers that were lost because they were silent or their connections had closed, by
+        name. Each value has the number of the worker's process, which may still run, and the time
+        of the loss."""
         self._names = ContestedNames(state.settings.expiry_s)
         self._stopped_until = float("-inf")
         """If a connection ends before this time, its worker does not count as dead. The time is set
-        after a pause of this process, because workers close their connections to a paused broker.
+        when this process was paused, because workers close their connections to a paused broker.
         """
         self._last_beat = float("-inf")
 
@@ -219,8 +220,8 @@ class Leases:
             self._out.to_worker(known, b"REGISTERED", registered(self._state, known))
             return
         if message.update:
-            # The worker has not noticed that its lease has ended. An update does not begin a lease,
-            # so the worker must register completely and report its requests.
+            # The worker has not noticed that its lease has ended. An update does not begin a lease.
+            # So the worker must send a complete registration, with its requests.
             self.ask(peer, "this connection has no registered worker", now)
             return
         holder = self._by_name.get(message.name)
@@ -268,9 +269,9 @@ class Leases:
         self._drains.hand_over()
 
     def _gives_way(self, holder: Worker, message: Register) -> bool:
-        """Whether a worker gives up its name to another connection that registers with this name.
-        The worker does so if it drains, or if the other connection is from the same process. It
-        also does so if its step hangs and the step of the other process does not.
+        """Whether a worker loses its name to another connection that registers with this name. This
+        is so if the worker drains, or if the other connection is from the same process. It is also
+        so if the worker's step hangs and the step of the other process does not.
         """
         if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
             return True
@@ -283,8 +284,8 @@ class Leases:
         sent a message since the process first registered."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
-            # If the holder's connection has closed, sending this heartbeat fails, and the holder's
-            # lease ends.
+            # This heartbeat tests the holder's connection. If the connection has closed, sending
+            # fails, and the holder's lease ends.
             self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
             return
         error = taken(holder)

@@ -2,8 +2,8 @@
 state.
 
 ``TRANSITIONS`` has every change that is allowed. Only ``transition`` changes the state of a
-request. ``transition`` also updates the tables of each state, so that no other code can leave a
-request in a table of another state. These are the tables of a request:
+request. It also moves the request between tables, so that a request is only in the tables of its
+state. These are the tables:
 
 - in ``QUEUED``: its queue;
 - in ``MOVING``: the requests that have lost their worker;

@@ -1,4 +1,4 @@
-"""Logs when workers leave or are lost, with one line for all streams of a worker."""
+"""Logs the workers that leave or are lost, with one line for all streams of a worker."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def _streams(number: int) -> str:
 
 
 def _s(number: int) -> str:
-    """The ending of a verb in the present tense whose subject is ``number`` streams."""
+    """The ending of a verb in the present tense: ``s`` if its subject is one stream."""
     return "s" if number == 1 else ""

@@ -1,5 +1,5 @@
-"""Handles requests whose worker is lost. Such requests wait for another worker, and are started
-before all queued requests.
+"""Handles requests whose worker is lost. Such requests wait for another worker, and start before
+all queued requests.
 
 A request moves with its journal (``stream_log.py``): the next worker continues after the entries
 that were routed, so that the client misses no entry and receives none twice.
@@ -41,12 +41,12 @@ class Moves:
     # --- the log --------------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
-        """Records that a request goes to a worker. From now on, the log of the request's session
+        """Records that a request is sent to a worker. From now on, the log of the request's session
         stores the request's entries, so that the request can move.
 
         If the broker does not store journals, the request's frames are dropped. ``before``: the
-        entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its
-        former worker, which still runs it.
+        entries that were routed earlier, as a body of TOKEN. ``back``: whether the request returns
+        to its former worker, which still runs it.
         """
         interruption, request.interruption = request.interruption, None
         if not back:
@@ -75,8 +75,8 @@ class Moves:
             request.session.log.remove(request.id)
 
     def tick(self) -> None:
-        """Distributes some of the recent messages to logs, and clears suspects of the
-        quarantine."""
+        """Distributes some of the recent messages to logs (``recent.py``), and clears suspects
+        (``quarantine.py``)."""
         self._recent.tick()
         self._quarantine.tick(self._state.now)
 
@@ -94,9 +94,9 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Drops the entries of requests until all logs together are within their bound. Each time,
-        chooses the key whose logs have the most bytes, then this key's largest log, and drops the
-        oldest request of this log."""
+        """Drops the entries of requests until all logs together are within their bound. Each step
+        chooses the key whose logs have the most bytes and this key's largest log, and drops the
+        entries of the oldest request in this log."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         logs: dict[str | int, list[StreamLog]] = {}
@@ -138,8 +138,8 @@ class Moves:
     def take(
         self, worker: Worker, requests: Iterable[Request], loss: Loss
     ) -> list[tuple[Request, TokenbusError]]:
-        """Takes over the open requests of a worker that is lost; returns the requests that cannot
-        move, each with the error that ends it."""
+        """Makes the open requests of a lost worker wait for another worker. Returns the requests
+        that cannot move, each with the error that ends it."""
         ended: list[tuple[Request, TokenbusError]] = []
         error = UnavailableError(
             Code.WORKER_LOST,
@@ -174,7 +174,7 @@ class Moves:
     def _guilty(
         self, taken: list[tuple[Request, list[Token]]], worker: Worker, loss: Loss
     ) -> list[Request]:
-        """The requests that the quarantine finds guilty of the loss of ``worker``. ``taken``: the
+        """The requests that have killed ``worker``, as the quarantine decides. ``taken``: the
         worker's requests, each with its entries."""
         silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
         idle = [
@@ -247,8 +247,8 @@ class Moves:
             self._answer_without_entries(request, received)
 
     def _answer_attaching(self, request: Request) -> None:
-        """Answers the ATTACHes that the worker of a request has not answered. The entries that the
-        client has not received follow the last answer."""
+        """Answers the ATTACHes that the worker of a request has not answered. Only the last answer
+        is followed by the entries that the client has not received."""
         attaching, request.attaching = request.attaching, []
         for received in attaching[:-1]:
             self._answer_without_entries(request, received)

@@ -36,9 +36,9 @@ class Outbox:
     queued, FULL if it was dropped because the peer's queue is full, and GONE if the peer has no
     connection.
 
-    The queue of a peer has at most ``max_pending_bytes``. A message that ``must`` be sent may
-    exceed this bound. Such a message is dropped only if the messages before it in the queue have
-    ``max_must_bytes`` or more. If ``max_must_bytes`` is None, such a message is never dropped.
+    The queue of a peer has at most ``max_pending_bytes``. A message for which ``must`` is true may
+    exceed this bound. It is dropped only if the messages before it in the queue have
+    ``max_must_bytes`` or more, and never if ``max_must_bytes`` is None.
     """
 
     def __init__(
@@ -78,8 +78,7 @@ class Outbox:
         return _OK
 
     def flush(self) -> list[bytes]:
-        """Tries again to send the queued messages; returns the peers that have no connection any
-        more."""
+        """Tries again to send the queued messages. Returns the peers whose connection has ended."""
         gone = []
         for peer in list(self.waiting):
             queue = self.waiting[peer]

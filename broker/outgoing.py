@@ -34,8 +34,8 @@ bounded in messages, so its messages should be small."""
 
 
 class Outgoing(Struct, frozen=True, gc=False):
-    """Frames for a peer. A message that ``must`` be sent may exceed the bound of its peer's
-    queue."""
+    """Frames for a peer. If ``must`` is true, the message may exceed the bound of its peer's queue
+    (``Outbox``)."""
 
     side: Side
     peer: bytes
@@ -55,8 +55,8 @@ class Outgoings(list[Outgoing]):
         further bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
-        """Adds a message. A later body is not added to a TOKEN that precedes this message, because
-        the body would overtake the message."""
+        """Adds a message. No further bodies are then added to the TOKEN before this message,
+        because they would overtake the message."""
         self._open.clear()
         super().append(message)
 

@@ -43,7 +43,7 @@ class Placement:
             )
         raise RequestError(
             Code.UNKNOWN_MODEL,
-            f"no worker serves the model {model!r}; served are: {names}",
+            f"no worker serves the model {model!r}; the served models: {names}",
             path="$.model",
         )
 
@@ -92,9 +92,9 @@ class Placement:
 
         Without this exception, the first request of a key would wait until a long stream of another
         key ends. Therefore, a worker accepts the first request of a key up to an eighth above its
-        capacity. A request with a user may fill only half of this room, because any client can
-        invent names of users. The worker is chosen before the key's sessions are examined, because
-        a key may have thousands of sessions.
+        capacity. If the request names a user, the worker accepts only a sixteenth above its
+        capacity, because any client can invent names of users. A key may have thousands of
+        sessions, so they are examined only after a worker was found.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):
@@ -112,13 +112,13 @@ class Placement:
             return None if any(r.worker and r.fields.by == by for r in streams) else worker
         key = request.session.key
         sessions = self._state.sessions.of_key(key) if key else [request.session]
-        # Requests that are not queued have a worker, because ``waiting`` is empty.
+        # ``waiting`` is empty, so each live stream is either queued or at a worker.
         at_worker = any(len(session.streams) > session.queued for session in sessions)
         return None if at_worker else worker
 
     def with_prefix(self, request: Request, worker: Worker) -> Worker:
-        """The worker for a request: ``worker``, which is the least loaded worker, or another worker
-        that has the beginning of the prompt in its cache."""
+        """Returns the worker for a request: ``worker``, which is the least loaded one, or another
+        worker whose cache has the beginning of the prompt."""
         pool = self._pools.serving(request.role, request.model)
         return self._prefixes.choose(request, pool, self._model_of(request), worker)
 
@@ -127,7 +127,8 @@ class Placement:
         self._prefixes.lost(worker)
 
     def expect(self, request: Request, worker: Worker) -> None:
-        """Records that a request is sent to a worker, which will have the pages of the prompt."""
+        """Records that a request is sent to a worker. The worker's cache will then have the pages
+        of the prompt."""
         self._prefixes.expect(request, worker, self._model_of(request))
 
     def _model_of(self, request: Request) -> str:
@@ -138,8 +139,8 @@ class Placement:
 
     @staticmethod
     def fits(request: Request, worker: Worker) -> bool:
-        """Whether a request may continue at a worker: the worker has the same model, or its model
-        is not known to differ."""
+        """Whether a request may continue at a worker: as far as the broker knows, the worker has
+        the same model."""
         began_with = request.began_with
         if began_with is None:
             return True

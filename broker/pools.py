@@ -29,12 +29,12 @@ serve a certain controller."""
 Rank = tuple[bool, float]
 Key = tuple[str, str, tuple[str, ...]]
 """The key of a pool: its kind or role, the name of a model or controller, and the patterns that
-match the model. The name of a model that no worker has loaded is left empty."""
+match the model. If no worker has loaded the model, the key has an empty name."""
 
 
 class Pool:
-    """Workers that serve the same requests. ``workers`` has all of them, including busy and
-    draining workers, in the order of their registration.
+    """Workers that serve the same model or controller. ``workers`` has all of them, including busy
+    and draining workers, in the order of their registration.
 
     Workers that accept a request are grouped in levels: the workers of a level have the same rank.
     A heap of the few ranks finds the best level, and the workers of a level take turns.
@@ -54,12 +54,12 @@ class Pool:
         """The ranks that are in the heap."""
 
     def add(self, worker: Worker) -> None:
-        """Adds a worker that serves these requests from now on."""
+        """Adds a worker that begins to serve the model or controller of this pool."""
         self.workers[worker.id] = worker
         self.note(worker)
 
     def remove(self, worker: Worker) -> None:
-        """Removes a worker that does not serve these requests any more."""
+        """Removes a worker that stops serving the model or controller of this pool."""
         del self.workers[worker.id]
         self._leave(worker)
 
@@ -130,8 +130,8 @@ class _Role:
         self.defaults: Counter[str] = Counter()
 
     def count(self, worker: Worker, change: int) -> bool:
-        """Counts the names that a worker serves; returns whether a name was added or is not served
-        any more."""
+        """Counts the names that a worker serves (``change`` 1), or stops counting them (-1).
+        Returns whether the set of served names has changed."""
         counted = (
             (self.models, worker.models),
             (self.patterns, worker.patterns),
@@ -255,8 +255,8 @@ class Pools:
         pool.add(worker)
 
     def _start_over(self) -> None:
-        """Drops all pools after a name was added or is not served any more. Pools are built again
-        when they are needed."""
+        """Drops all pools, because the set of served names has changed. Pools are built again when
+        they are needed."""
         defaults = {name for role in self._roles.values() for name in role.defaults}
         self.has_default = bool(defaults)
         unclear = EMBEDDED if EMBEDDED in defaults else ""

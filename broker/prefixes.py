@@ -43,7 +43,7 @@ rarely change the choice."""
 MAX_CANDIDATES = 16
 """Maximum number of workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
-"""Maximum number of pages that are expected at one worker. The oldest pages are dropped first."""
+"""Maximum number of expected pages of one worker. The oldest pages are dropped first."""
 MAX_KEYS = 4_000_000
 """Maximum number of entries of the index. Above this number, no further pages are added."""
 
@@ -148,7 +148,7 @@ class Prefixes:
         seen: set[int] = set()
         for key in reversed(keys[:depth]):
             held = self._holders[key]
-            # Only a few of the workers that have this page are looked at. If very many have the
+            # Only a few of the workers with this page are compared. If very many workers have the
             # page, the least loaded worker probably has it too.
             for number in islice((held,) if isinstance(held, int) else held, MAX_CANDIDATES):
                 worker = pool.workers.get(number)
@@ -214,8 +214,9 @@ class Prefixes:
 
 
 def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
-    """The keys of the pages of a prompt. They are computed from the token ids if these are in one
-    attachment, else from the bytes of the buffers and the text."""
+    """The keys of the pages of a prompt. If the prompt is one attachment of token ids, the keys are
+    computed from the ids. Otherwise they are computed from the bytes of the buffers and the
+    text."""
     if sum(map(len, request.frames)) < PAGE_BYTES:
         return iter(())
     try:
@@ -231,8 +232,8 @@ def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
 
 
 def _beginning(parts: Iterable[bytes]) -> bytes:
-    """The first ``MAX_PAGES`` pages of the joined parts. The broker's main thread copies no more
-    bytes than that."""
+    """The first ``MAX_PAGES`` pages of the joined parts. Later bytes are not copied, to save time
+    on the broker's main thread."""
     found, left = [], MAX_PAGES * PAGE_BYTES
     for part in parts:
         found.append(part[:left])

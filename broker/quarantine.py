@@ -1,5 +1,5 @@
-"""Finds a request that kills its workers. Requests under suspicion run in trials, so that they
-disturb other streams only for a short time."""
+"""Finds a request that kills its workers. A suspected request runs *on trial*. Only a few requests
+are on trial at a time, so that they kill few workers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ cleared."""
 
 
 class Quarantine:
-    """Counts for each request the workers that died before they sent a new token of the request.
+    """Counts, for each request, the workers in a row that died before they sent a new token of it.
 
     After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
-    at another worker is on trial. The number of suspects on trial is limited. When a worker dies
-    before it has sent a new token of some suspects, the limit becomes half of their number, at
-    least one. If the limit was one and a suspect on trial is among them, this suspect is guilty.
+    at another worker is on trial. The number of suspects on trial is limited. When a worker dies,
+    the limit becomes half the number of its suspects without a new token, but at least one. If the
+    limit was one already, the suspect that was on trial at this worker is guilty.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ number of queues, and the broker looks at all queues whenever a request ends."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """Returns how much of ``most``, a bound of the queues, may be in use before a request of this
-    priority is refused.
+    """Returns the bound that applies to requests of this priority. ``most`` is the bound of the
+    queues for all requests.
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
     at least 0. So a queue that is full for some requests still accepts more urgent requests, and
@@ -56,8 +56,8 @@ class QueueBounds:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"the queues have {number} requests, and {size + request.bytes} bytes with this "
-                f"one; at its priority {most} requests and {max_bytes} bytes are allowed; try "
-                "again later",
+                f"request; for a request of its priority, they may have {most} requests and "
+                f"{max_bytes} bytes; try again later",
                 retry_after_s=self.pace.retry_after_s(now),
             )
         self._check_queues(request)
@@ -73,9 +73,9 @@ class QueueBounds:
         self._check_wait(request, now)
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. The
-        number of queues is divided by the rule in ``check``: among keys, then among the sessions of
-        a key, then among the users of a session."""
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models.
+        Each key, each session of a key and each user of a session may have half of the queues that
+        others leave free."""
         if request.queue in self._queues:
             return
         most, total = MAX_QUEUES, len(self._queues)
@@ -87,9 +87,9 @@ class QueueBounds:
             if not fits_share(own, total, most):
                 raise UnavailableError(
                     Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
-                    f"requests wait for {len(self._queues)} other models; at most {MAX_QUEUES} are "
-                    "allowed, and a client may use half of those that others leave free; try "
-                    "again later, or use fewer models",
+                    f"requests wait for {len(self._queues)} of at most {MAX_QUEUES} models; a "
+                    "client's requests may wait for at most half of the models that others leave "
+                    "free; try again later, or use fewer models",
                     retry_after_s=request.session.pace.retry_after_s(request.arrived),
                 )
             most, total = (most - total + own) // 2, own
@@ -97,7 +97,7 @@ class QueueBounds:
     def _check_wait(self, request: Request, now: float) -> None:
         """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
 
-        The time-out would end such a request before its computation is complete.
+        Such a request would probably time out before its computation is complete.
         """
         queue = self._queues.get((request.role, request.model))
         rate = queue.pace.per_s(now) if queue is not None else None
@@ -132,8 +132,8 @@ def _check_share(
         return
     raise UnavailableError(
         Code.CLIENT_LIMIT,
-        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; of "
-        f"the {most[0]} requests and {most[1]} bytes that may wait, it may use at most half of "
-        "what others leave free; wait until one of its requests ends",
+        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; "
+        f"{most[0]} requests and {most[1]} bytes may wait, and one {whose} may have at most half "
+        "of what others leave free; wait until one of its requests ends",
         retry_after_s=request.session.pace.retry_after_s(now),
     )

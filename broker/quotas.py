@@ -1,10 +1,10 @@
-"""Enforces quotas, the bounds on the resources that each tenant (each key of a client) may use in
-all of its sessions together.
+"""Enforces quotas. A quota bounds a resource that a tenant (a client's key) uses in all of its
+sessions together.
 
 Usage is known only after the work is done: the broker counts tokens when it routes them, and CPU
 time when a controller worker reports it. So a quota per minute works as a leaky bucket: usage
-raises the tenant's level, and the level sinks at the rate of the quota. Running requests are
-finished. Further requests of the tenant are refused until the level is below the quota.
+raises the tenant's level, and the level sinks at the rate of the quota. While the level is above
+the quota, further requests of the tenant are refused. Running requests are finished.
 """
 
 from __future__ import annotations

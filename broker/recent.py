@@ -1,15 +1,15 @@
 """Stores the recently routed TOKENs of all sessions in one buffer, in the order of their arrival.
 
-A message has the bodies of many sessions. If it has eight bodies, a copy of the whole message into
-this buffer takes 0.4 µs. Adding the bodies to the logs of their sessions takes ten times as long,
-because these writes touch new memory.
+A message has the bodies of many sessions. Copying a whole message with eight bodies into this
+buffer takes 0.4 µs. Adding the eight bodies to the logs of their sessions would take ten times as
+long, because these writes touch new memory.
 
 Most streams end while their bodies are in the buffer, and bodies that no live stream needs are
 dropped unread. The other bodies are distributed to the logs, oldest first: some of them at each
 tick, and more when the buffer is full.
 
-Messages are numbered. A log needs the bodies of its session in all messages since its oldest
-request began.
+Messages are numbered. A log needs the bodies of its session from all messages since the oldest
+request in the log began.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Bytes of a segment. A segment is reused when all its messages are distributed or dropped."""
 SEGMENTS = 32
-"""Maximum number of segments. The memory of about two segments is always unused: the unused ends of
-all segments, and one free segment."""
+"""Maximum number of segments. Memory of about two segments is unused: one free segment, and the
+ends of all other segments, which together have about the size of one."""
 MESSAGES = 4096
-"""Maximum number of messages in a segment. The bound limits the time of a move, which has to
-distribute the whole buffer first."""
+"""Maximum number of messages in a segment. Before a stream can move, the whole buffer has to be
+distributed; this bound limits the time for that."""
 BUFFER_PART = 2
-"""This buffer takes at most 1/``BUFFER_PART`` of the bound of one session, and of the bound of all
-sessions together. The rest is left to the logs."""
+"""This buffer takes at most 1/``BUFFER_PART`` of the journals' bound of one session, and of their
+bound of all sessions together. The logs get the rest."""
 BODIES_AT_ONCE = 500
 """Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
 the message has many sessions, and twice as long if the previous message has a different layout
@@ -64,19 +64,19 @@ class Segment:
         self.first = first
         """The number of the first message."""
         self.ends = array("I")
-        """The offset of the end of each message, from the start of the whole memory."""
+        """The offset at which each message ends, from the start of the whole memory."""
         self.read = 0
         """Number of messages that are already distributed."""
         self.start = part * SEGMENT_BYTES
         """The offset of the first message that is not distributed, from the start of the whole
         memory."""
         self.large: dict[int, tuple[Sequence[int], Sequence[bytes]]] = {}
-        """The sessions and the bodies of each message that is stored outside the memory. The key is
-        the number of messages that precede the message in this segment."""
+        """The sessions and the bodies of each message that is stored outside the segment's memory.
+        The key is the message's index in this segment."""
 
     @property
     def next(self) -> int:
-        """The number of the first message after this segment."""
+        """The number of the message that follows this segment."""
         return self.first + len(self.ends)
 
     @property
@@ -87,7 +87,7 @@ class Segment:
 
 
 class Recent:
-    """The buffer of messages that are not distributed to logs yet. This object also has the
+    """The buffer of the messages that are not distributed to logs yet. This object also has the
     total size of all logs.
 
     ``max_journal_bytes`` is the bound of one session, ``max_total_bytes`` the bound of all sessions
@@ -111,8 +111,8 @@ class Recent:
         self.max_total = max_total_bytes - self.limit
         """Maximum bytes of all logs."""
         self.beyond: set[StreamLog] = set()
-        """Logs that are larger than ``most``, or that have grown while all logs together were
-        larger than ``max_total``."""
+        """Logs above a bound: logs that are larger than ``most``, and logs that have grown while
+        all logs together were larger than ``max_total``."""
         self.pending: list[bytes] = []
         """Packed TOKENs of the current event. ``settle`` copies them into the buffer at the end of
         the event."""
@@ -130,7 +130,7 @@ class Recent:
         self._begin_segment(0)
         self._begun: dict[int, int] = {}
         """Number of live requests that began in each segment, by the number of the segment's first
-        message. The segment itself may already be distributed."""
+        message. Distributed segments are included."""
         self._rolled = False
         """Whether a segment was filled since the last tick."""
         self._touched: list[StreamLog] = []
@@ -163,7 +163,7 @@ class Recent:
 
     def begin(self, log: StreamLog) -> int:
         """Records that a request of a log begins with the next message. Returns the number of the
-        first message of the current segment, which ``end`` needs later."""
+        current segment's first message, to be passed to ``end``."""
         self.logs[log.session] = log
         segment = self._segments[-1].first
         self._begun[segment] = self._begun.get(segment, 0) + 1
@@ -172,8 +172,8 @@ class Recent:
     def end(self, log: StreamLog, segment: int) -> None:
         """Handles the end of a request that began in a segment. Drops messages that no live request
         needs."""
-        # The session may have been opened again, with another log, before all its earlier
-        # streams have ended.
+        # After the session was opened again, it has another log. Streams of the earlier log may end
+        # later.
         if log.oldest is None and self.logs.get(log.session) is log:
             del self.logs[log.session]
         self._begun[segment] -= 1
@@ -268,7 +268,8 @@ class Recent:
 
     def tick(self) -> None:
         """Distributes some of the oldest bodies. If a segment was filled since the last tick, fewer
-        bodies are distributed, because many streams may end soon and then need no bodies."""
+        bodies are distributed: many streams may end soon, and their bodies are then dropped
+        undistributed."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
@@ -285,8 +286,8 @@ class Recent:
         self._touched.clear()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes about ``most`` bodies of a segment, oldest first. Returns the amount of work,
-        counted in bodies. Parsing a layout of n bodies counts as n bodies."""
+        """Distributes about ``most`` bodies of a segment, oldest first. Returns the work that was
+        done, counted in bodies. Parsing a layout (``_layout``) of n bodies counts as n bodies."""
         memory, ends = self._memory, segment.ends
         done = 0
         while done < most and segment.read < len(ends):
@@ -321,8 +322,9 @@ class Recent:
         return done
 
     def _deliver(self, session: int, number: int, bodies: list[bytes]) -> None:
-        """Adds the bodies of consecutive messages to the log of a session, unless all these
-        messages precede the requests of the log. ``number``: the number of the first message."""
+        """Adds the bodies of consecutive messages to the log of a session. Does nothing if all
+        these messages precede the requests of the log. ``number``: the number of the first
+        message."""
         log = self.logs.get(session)
         if log is None or number + len(bodies) <= log.first:
             return
@@ -359,8 +361,8 @@ def _head_size(memory: mmap.mmap, start: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
-    """The bodies of a packed TOKEN of ``size`` bytes: the session, the start offset and the end
-    offset of each."""
+    """The session, the start offset and the end offset of each body in a packed TOKEN of ``size``
+    bytes."""
     count = int.from_bytes(head[2:4], "little")
     kind, *sizes = struct.unpack_from(f"<{count - 1}I", head, 4)
     sessions = decode_manifest(head[4 * count + kind :]).sessions

@@ -4,16 +4,19 @@ it waits for this worker or a successor.
 
 A worker notices a restart of the broker within a heartbeat or two, and registers again. A worker
 that is busy, or was restarted at the same time, takes longer. If the broker's own process was
-paused, all workers have closed their connections to it, and register again.
+paused, all workers have closed their connections to the broker, and register again.
 
-While workers may still register, a request that no registered worker serves may be valid. So the
-broker does not refuse the request yet.
+While workers may still register, the broker does not refuse a request that no registered worker
+serves, because a worker that registers later may serve it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
+from .worker import Worker
 
 MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
 """Error codes with which the broker refuses requests that no registered worker serves."""
@@ -21,12 +24,12 @@ MISSING_OF_ROLE = {
     "gpu": (Code.NO_WORKER, Code.UNKNOWN_MODEL),
     "controller": (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER),
 }
-"""By role of a lost worker: the error codes of requests that this worker may have served."""
+"""By role of a lost worker: the errors for new requests that only this worker served."""
 
 
 class Recovery:
-    """Whether workers may still register. ``started``: the time at which the broker started, in
-    seconds.
+    """Decides whether workers may still register. ``started``: the time at which the broker
+    started, in seconds.
 
     When a broker starts, nothing shows whether it has run before. An earlier run is assumed when a
     client brings a session's token, a worker reports live requests, or a connection sends a
@@ -41,15 +44,28 @@ class Recovery:
         self._settled_at = min(started + settings.expiry_s, self.until)
         self._follows = False
         self._expiry_s = settings.expiry_s
-        self._back_until: dict[Code | str, float] = {}
-        """By error code: a time in seconds. Until this time, requests wait instead of being refused
-        with the error, because a lost worker may register again."""
+        self._successor_s = settings.move_wait_s
+        self._missing: dict[str, dict[str, float]] = {role: {} for role in MISSING_OF_ROLE}
+        """By role and name: models and patterns whose last worker was lost, and the time, in
+        seconds, until which a worker that serves the name is expected."""
 
-    def lost(self, role: str, now: float) -> None:
-        """Records the loss of the last worker that served a model or a controller. This worker or
-        its successor may register within ``expiry_s``."""
-        for code in MISSING_OF_ROLE.get(role, ()):
-            self._back_until[code] = now + self._expiry_s
+    def lost(self, worker: Worker, names: Iterable[str], now: float) -> None:
+        """Records the loss of the last worker that served these names.
+
+        The worker may register again within ``expiry_s``. A successor that the worker announced may
+        take ``move_wait_s``, because it may have to load a model.
+        """
+        missing = self._missing.get(worker.role)
+        if missing is not None:
+            until = now + (self._successor_s if worker.succeeded else self._expiry_s)
+            missing.update(dict.fromkeys(names, until))
+
+    def registered(self, worker: Worker) -> None:
+        """Records that the names that this worker serves have a worker again."""
+        missing = self._missing.get(worker.role)
+        if missing:
+            for name in worker.names():
+                missing.pop(name, None)
 
     def follow(self) -> None:
         """Records a sign that this broker has had an earlier run."""
@@ -64,15 +80,23 @@ class Recovery:
         worker that serves the request may still register.
 
         After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
-        the loss of the last worker that served something, they wait for ``expiry_s``. If nothing
-        shows an earlier run, they wait until ``expiry_s`` after the start, and only while no worker
-        of their role is registered.
+        the loss of the last worker that served a model or a controller, they wait as ``lost`` says.
+        If nothing shows an earlier run, they wait until ``expiry_s`` after the start, and only
+        while no worker of their role is registered.
         """
-        if now < self._back_until.get(error.code, float("-inf")):
-            return True
+        for role, codes in MISSING_OF_ROLE.items():
+            if error.code in codes and self._is_missing(role, now):
+                return True
         if self._follows:
             return error.code in MISSING and now < self.until
         return error.code == Code.NO_WORKER and now < self._settled_at
+
+    def _is_missing(self, role: str, now: float) -> bool:
+        """Whether a worker of this role that was lost, or its successor, may still register."""
+        missing = self._missing[role]
+        for name in [name for name, until in missing.items() if until <= now]:
+            del missing[name]
+        return bool(missing)
 
     def settles(self, now: float) -> bool:
         """Whether the broker was restarted so recently that a live worker may not have registered

@@ -43,8 +43,8 @@ class Relay:
         self._quotas = quotas
 
     def on_message(self, worker: Worker, frames: list[bytes]) -> None:
-        """Passes a message from one worker to another. In the message's header, the id of the
-        sender replaces the id of the receiver."""
+        """Passes a message from one worker to another. In the message's header, the receiver's id
+        is replaced by the sender's."""
         if answers_input(worker, frames):
             self._inputs.on_answer(frames)
             return

@@ -104,8 +104,8 @@ class Steering:
     worker: Worker | None = None
     """The worker that runs the controller, or has a place reserved for it."""
     awaited: bool = False
-    """Whether the request was accepted while no worker served its controller, because such a worker
-    could still register. The flag is cleared when a worker is chosen."""
+    """Whether no worker served the controller when the request was accepted. The broker accepts
+    such a request if a worker may still register. The flag is cleared when a worker is chosen."""
     started: bool = False
     """Whether START was sent to the worker that runs the controller."""
     served_as: str = ""
@@ -115,8 +115,8 @@ class Steering:
     """The time at which the request was adopted, in seconds. None if this run of the broker
     accepted the request, or claimed its session."""
     unknown: str = ""
-    """The error of the worker that did not know the controller, while the START waits for another
-    worker; otherwise empty."""
+    """While the START waits because a worker did not know the controller: the error of this worker.
+    Otherwise empty."""
     has_inputs: bool = False
     """Whether an input was sent to the state worker. The state worker then has data of the request,
     even if no controller has started."""
@@ -135,7 +135,7 @@ class Attachment(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request from its arrival to the message that ends it."""
+    """A request, from its arrival to the message that ends the request."""
 
     id: int
     session: Session
@@ -164,11 +164,11 @@ class Request:
     """The model with which a moved request began, as its first worker reported it; None if this
     worker had not reported the model."""
     entries: int = 0
-    """Number of entries that were routed before the request was sent to its present worker."""
+    """Number of entries that had been routed when the request was sent to its present worker."""
     moves: int = 0
     """How often the request has moved to another worker, in this and earlier runs of the broker."""
     claimed: int = 0
-    """The number that a CLAIM has added to ``moves`` (``Journal.claimed``)."""
+    """The part of ``moves`` that this broker's CLAIM has added (``Journal.claimed``)."""
     deaths: int = 0
     """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
@@ -234,14 +234,14 @@ class Request:
 
     @property
     def awaits_attach(self) -> bool:
-        """Whether the client has to send ATTACH, or waits for the answer to an ATTACH. Such a
-        client drops entries that precede the answer."""
+        """Whether the client has to send ATTACH, or waits for the answer to an ATTACH. Until the
+        client has received this answer, it drops entries of the stream."""
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
 
     @property
     def reached(self) -> tuple[int, int]:
         """The number of moves and the number of entries of an adopted request, as its worker has
-        reported them. The copy with the greatest pair is valid."""
+        reported them. If there are several copies, the copy with the greatest pair is valid."""
         return self.moves - self.claimed, self.entries
 
     @property

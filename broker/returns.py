@@ -1,9 +1,10 @@
-"""Returns streams to their former worker, which was cut off from the broker for a while.
+"""Returns streams to their former worker, if the worker was only cut off from the broker for a
+while.
 
-The worker's lease has ended, and its streams wait for another worker. When the same process
-registers again, the streams that still wait return to this process. The worker reports its progress
-with a JOURNAL for each stream, before its other messages, and the client receives the entries that
-were not routed yet.
+When the worker was cut off, its lease ended, and its streams began to wait for another worker. When
+the same process registers again, the streams that still wait return to this process. Before its
+other messages, the worker sends a JOURNAL for each stream. The client receives the entries of the
+JOURNAL that were not routed yet.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Returns:
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
         """Assigns waiting streams to their former worker, which registers again. Returns the ids of
-        these requests, whose journals the worker must send. Call this before any waiting request
-        is started at the worker."""
+        these streams' requests; the worker must send their journals. Call this before any waiting
+        request is started at the worker."""
         if self._state.is_hung(worker):
             return []
         returned = []
@@ -66,8 +67,8 @@ class Returns:
         Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """
         if request.state is RequestState.ENDED and (body.gone or body.ended):
-            # The broker has ended the request meanwhile, for example because its client has left,
-            # and the worker has ended it too.
+            # The broker has ended the request in the meantime, for example because its client has
+            # left. The worker has ended the request too.
             self._dispatcher.forget(request)
         if request.state is not RequestState.RETURNING:
             return

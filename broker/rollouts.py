@@ -1,10 +1,11 @@
 """Handles PAUSE, RESUME, UPDATE_WEIGHTS and WEIGHTS: sends orders to all GPU workers of a model,
 and collects their answers.
 
-An update has two phases. First, all workers that have loaded the model read the new weights. If a
-worker cannot read the new weights, no worker uses them. Then the broker records the version and
-orders all workers to use it. A worker that is lost meanwhile receives the current version when it
-registers again. If this worker cannot read the weights, it receives them from another worker.
+An update has two phases. In the first phase, all workers that have loaded the model read the new
+weights. If one of them cannot read the weights, the update ends, and no worker uses the new
+weights. In the second phase, the broker records the new version and orders all workers to use it. A
+worker that is lost during an update receives the current version when it registers again. If this
+worker cannot read the weights itself, it receives them from another worker.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ log = logging.getLogger(__name__)
 MAX_RUNNING = 64
 """Maximum number of pauses and updates that wait for workers."""
 MAX_STATES = 1024
-"""Maximum number of models in ``BrokerState.states``."""
+"""Maximum number of models in ``BrokerState.states``: models that were paused or whose weights have
+changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +65,13 @@ class _Running:
     prepared: dict[int, Worker] = field(default_factory=dict)
     """The workers that have read the weights."""
     read: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By dtype: the hash of the weights, and the name of the first worker that reported this
-    hash."""
+    """By dtype: the hash of the weights that workers have read, and the name of the first worker
+    that reported this hash."""
     upload: Upload | None = None
     """The weights that the operator sends; None if they are in a folder or in shared memory."""
     give_up_at: float = float("inf")
-    """The time in seconds at which an update ends with the error ``timeout``, unless all workers
-    have read the weights by then."""
+    """A time in seconds. If some worker has not read the weights by then, the update ends with the
+    error ``timeout``."""
 
 
 class Rollouts:
@@ -210,8 +212,8 @@ class Rollouts:
         self._out.to_worker(worker, b"WEIGHTS_PART", part)
 
     def current(self, message: Register) -> dict[str, ModelInfo]:
-        """The loaded models of a worker, by name. A model that does not have its current weights at
-        this worker is left out, so that requests go to other workers."""
+        """The loaded models of a worker, by name. A model whose weights at this worker are not
+        current is left out, so that its requests go to other workers."""
         return {
             model.name: model
             for model in message.models
@@ -219,8 +221,8 @@ class Rollouts:
         }
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker: its answers are not awaited any more. The worker receives
-        the current states when it registers again."""
+        """Handles the loss of a worker: orders do not wait for its answers any more. When the
+        worker registers again, it receives the current states."""
         for one in list(self._running.values()):
             one.prepared.pop(worker.id, None)
             if one.awaited.pop(worker.id, None) is not None:
@@ -287,8 +289,8 @@ class Rollouts:
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
 
     def _pass_on(self, one: _Running, upload: Upload) -> None:
-        """If a part of the weights waits at the broker, and all workers have requested this part,
-        passes the part to them."""
+        """Passes the part of the weights that waits at the broker to the workers, when all of them
+        have requested this part."""
         if not upload.part or not one.awaited.keys() <= upload.ready:
             return
         for worker in one.awaited.values():
@@ -341,8 +343,8 @@ class Rollouts:
 
     @staticmethod
     def _compared(one: _Running, worker: Worker, done: OrderDone) -> str:
-        """The reason why a worker's weights differ from the weights of the other workers; empty if
-        they do not differ."""
+        """An error message if a worker's weights differ from the weights of the other workers;
+        otherwise empty."""
         if not done.weights:
             return ""
         weights, name = one.read.setdefault(done.dtype, (done.weights, worker.name))

@@ -49,8 +49,8 @@ PASS = 64
 """Maximum number of messages that are received and routed before the answers are sent. A batch of
 answers wakes ZeroMQ's thread only once."""
 MUST_FACTOR = 2
-"""Errors and answers for a client that does not read are dropped if this number times
-``max_pending_bytes`` already waits for the client."""
+"""Errors and answers for a client that does not read are dropped when this number times
+``max_pending_bytes`` bytes wait for the client."""
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
 QUIET_S, MAX_QUIET_S = 0.1, 1.0
@@ -59,10 +59,10 @@ QUIET_S, MAX_QUIET_S = 0.1, 1.0
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
-"""Seconds that a leaving broker waits after its own signal. If all programs are restarted together,
-the broker's workers receive their signals within this time, and then drain."""
+"""Seconds that a leaving broker waits after its own signal. If all processes are restarted
+together, the workers receive their signals within this time, and then drain."""
 DEADLINES_EVERY_S = 0.005
-"""Minimum seconds between two checks of deadlines by timer. Each tick checks deadlines too."""
+"""Minimum seconds between two checks of deadlines by a timer. Ticks check deadlines in addition."""
 RETRY_S = (0.001, 0.05)
 """Shortest and longest pause before another attempt to send to a full pipe, in seconds."""
 
@@ -92,9 +92,9 @@ class BrokerServer:
     ) -> None:
         """Binds both sockets; raises BindError if that fails or is not allowed.
 
-        With ``keys``, a peer may connect only with a key that this folder allows, and all messages
-        are encrypted. Raises KeyFault if the folder cannot be read. ZeroMQ allows one authenticator
-        for each context, so each broker has its own context.
+        If a folder of keys is given, a peer may connect only with a key that this folder allows,
+        and all messages are encrypted. Raises KeyFault if the folder cannot be read. ZeroMQ allows
+        one authenticator for each context, so each broker has its own context.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
@@ -135,7 +135,7 @@ class BrokerServer:
         """The time for which the timer for deadlines is set, in seconds; infinite without a
         timer."""
         self._remade = 0
-        """Number of attempts to create a socket's file again."""
+        """Number of attempts so far to create the file of a socket again."""
 
     def _bind(self, front: str, back: str, key: OwnKey | None) -> tuple[Connections, Connections]:
         """Binds both sockets, or neither of them; raises BindError."""
@@ -151,7 +151,8 @@ class BrokerServer:
             raise
 
     def _takers(self, has_keys: bool) -> tuple[Take, Take]:
-        """The functions that take messages from the front socket and from the back socket."""
+        """Two functions: one takes messages from the front socket, the other from the back
+        socket."""
         core, clients, workers = self.core, self._clients, self._workers
         if has_keys:
             return (
@@ -239,7 +240,8 @@ class BrokerServer:
         self.stop()
 
     def stop_for_good(self) -> None:
-        """Records that no other broker will replace this broker."""
+        """Records that no other broker will replace this broker, so that ``leave`` is the same as
+        ``stop``."""
         self._for_good = True
 
     def run_forever(self) -> None:
@@ -286,9 +288,9 @@ class BrokerServer:
     def _drain(self) -> None:
         """Takes and routes the messages that have arrived.
 
-        ZeroMQ's descriptor is edge-triggered, and a send can consume the edge of a message that has
-        arrived. So this method is scheduled again as long as messages may have arrived since the
-        last send.
+        ZeroMQ's descriptor is edge-triggered: it becomes readable only once for new messages, and a
+        send can clear this signal. So this method is scheduled again as long as messages may have
+        arrived since the last send.
         """
         self._drain_due = False
         if self._stopped:
@@ -296,7 +298,7 @@ class BrokerServer:
         try:
             more = self._take_all()
         except Exception:
-            # The next tick tries again: an immediate retry could become a busy loop.
+            # The next tick tries again. An immediate retry could become a busy loop.
             self._on_defect("taking messages from the sockets")
             return
         self._watch_deadlines()
@@ -306,8 +308,8 @@ class BrokerServer:
     def _take_all(self) -> bool:
         """Takes and routes messages of both sockets; returns whether there may be more.
 
-        The workers' socket is first: a step's tokens are sent to clients before the clients' socket
-        is read, and do not wait for the next pass.
+        The workers' socket is read first. So the tokens of a step are sent to clients in this pass,
+        before the clients' socket is read.
         """
         now = time.monotonic()
         from_workers = self._take_back(now)
@@ -350,7 +352,8 @@ class BrokerServer:
             self._loop.call_soon(self._drain)
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
-        """Sends messages. If a send fails, also sends the messages that the failure causes.
+        """Sends messages. If a send fails, also handles the failure, and sends the messages that
+        result from it.
 
         A failure can cause the next one, for example when a request moves from one lost worker to
         another. Failures are queued and not handled by recursion, because thousands of workers may
@@ -430,7 +433,7 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking for messages without an end")
         self._loop.call_later(LOOK_EVERY_S, self._guard)
-        # The check may have consumed the edge of the socket's descriptor, so the messages that have
+        # The check may have cleared the signal of the socket's descriptor, so messages that have
         # arrived are taken now.
         self._drain_soon()
 

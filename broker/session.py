@@ -29,8 +29,8 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """A time in seconds, which each listing of streams moves further into the future. While it is
-    more than ``MAX_LISTED_S`` ahead, further listings are refused (``check_lists`` in
+    """A time in seconds. Each listing of streams moves it further into the future. While it is more
+    than ``MAX_LISTED_S`` in the future, further listings are refused (``check_lists`` in
     ``status.py``)."""
 
 
@@ -50,8 +50,8 @@ class Session:
     """Whether the client accepts several bodies in one TOKEN."""
     id: int
     token: str
-    """The session's secret token. If workers have reported the session to a restarted broker, the
-    token is empty until the client has connected."""
+    """The session's secret token. If only workers have reported the session to a restarted broker,
+    the token is empty until the client connects."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
@@ -79,8 +79,8 @@ class Session:
     """The time at which the session lost its connection, in seconds; None while the session has a
     connection."""
     probed: float | None = None
-    """The value of ``last_seen`` when the broker last checked the connection because the client was
-    silent; None before the first check."""
+    """The value of ``last_seen`` when the broker last checked the connection of the silent client;
+    None before the first check."""
     cut: bool = False
     """Whether the broker has removed the connection because the client was silent. The client may
     still run."""
@@ -106,7 +106,7 @@ class Session:
     """The bodies of the session's streams, and the ends that the client may not have received.
     ``SessionTable`` makes the log."""
     keep_s: float = 0.0
-    """Seconds for which the session at least waits for its client (``Hello.keep_s``)."""
+    """Minimum number of seconds for which the session waits for its client (``Hello.keep_s``)."""
     acks: bool = False
     """Whether the session's client acknowledges the ends that it has received."""
 
@@ -139,8 +139,8 @@ class Session:
 
     @property
     def owner(self) -> int:
-        """A number of the client's key or, without a key, of the session. Owners take turns at a
-        worker."""
+        """A number that stands for the client's key or, without a key, for the session. Workers use
+        it to let clients take turns."""
         return session_id("", self.key) if self.key else self.id
 
     @property
@@ -204,7 +204,7 @@ class SessionTable:
 
     def claim(self, session: Session, token: str, key: str) -> None:
         """Records the token and the key of a session whose client has now connected. Workers had
-        reported the session without them."""
+        reported the session without its token and key."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)

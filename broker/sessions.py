@@ -1,4 +1,4 @@
-"""Opens the sessions of clients, resumes them on new connections, and ends them."""
+"""Opens the sessions of clients, resumes sessions on new connections, and ends sessions."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Sessions:
         """Opens a session or takes one over, and answers with WELCOME."""
         hello: Hello = decode_as(Hello, frames[1])
         encoding = _encoding_of(hello)
-        # If the session has this connection and is not ``displaced``, the client has not used
+        # If the session still has this connection and is not ``displaced``, the client has not used
         # another broker in the meantime.
         here = session is not None and session.token == hello.session and not session.displaced
         hello.elsewhere = hello.elsewhere and not here
@@ -126,7 +126,7 @@ class Sessions:
         self._out.to_session(session, b"WELCOME", welcome)
 
     def _known(self, hello: Hello, key: str, peer: bytes, now: float) -> Session | None:
-        """The session that a HELLO takes over; None if the client begins a new session."""
+        """Finds the session that a HELLO takes over; None if the client begins a new session."""
         if not hello.session:
             return None
         known = self._table.by_token.get(hello.session)
@@ -217,9 +217,10 @@ class Sessions:
     def _look(self, session: Session, silent: float, now: float) -> None:
         """Checks the connection of a silent client.
 
-        First, the client gets a PONG. If the client has exited, sending the PONG fails, which shows
-        that the connection has closed. If the client stays silent, its connection is removed and
-        its session waits: the client may be paused, or its link cut.
+        First, the broker sends a PONG to the client. If the client has exited, sending fails, and
+        the broker notices that the connection has closed. If the client stays silent, the
+        connection is removed and the session waits, because the client may be paused, or its link
+        may be cut.
         """
         peer = session.peer
         if peer is None:
@@ -263,8 +264,8 @@ class Sessions:
             )
             self._out.to_session(known, b"ERROR", error_body(taken))
             known.log.on_taken_over(self._state.now)
-        # Incomplete answers are dropped, because the client attaches again to the ends that it has
-        # not received.
+        # Incomplete answers are dropped, because the client attaches again to each stream whose end
+        # it has not received.
         known.log.answering.clear()
         known.log.reading = None
         self._table.attach(known, peer)
@@ -295,9 +296,9 @@ class Sessions:
             )
 
     def _make_room(self, key: str, code: Code, full: str) -> None:
-        """Searches some sessions of a key, or of all clients if ``key`` is empty, and ends those
-        that have been idle for longest. Raises an error if none of the searched sessions is idle.
-        The next call searches other sessions."""
+        """Examines some sessions of a key, or of all clients if ``key`` is empty, and ends those
+        that have been idle for longest. Raises an error if all examined sessions have streams. The
+        next call examines other sessions."""
         idle = [s for s in self._table.some(key, MAX_SEARCHED) if not s.streams]
         if not idle:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)

@@ -12,6 +12,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """The settings that concern the broker: times in seconds, sizes in bytes."""
 
     heartbeat_s: float = 1.0
+    """Interval of the heartbeats between the broker and each worker."""
     expiry_s: float = 5.0
     """A worker is lost after this time without a message, and its streams move."""
     hung_step_s: float = 60.0
@@ -19,24 +20,26 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     move_wait_s: float = 120.0
     """Maximum time that an accepted request waits while no worker serves its model."""
     ping_s: float = 2.0
+    """Interval of PINGs from clients with the capability ``ping``."""
     session_expiry_s: float = 10.0
     """A client with the capability ``ping`` is lost after this time without a message."""
     session_grace_s: float = 5.0
-    max_keep_s: float = 3600.0
     """Time after which a session without a connection ends, unless its client connects again."""
+    max_keep_s: float = 3600.0
+    """Upper bound of ``Hello.keep_s``, with which a client extends ``session_grace_s``."""
     session_cut_s: float = 30.0
-    """Time for which the session of a lost client waits for a new connection. Applies if the broker
-    has not seen the old connection close, for example because a network link is cut."""
+    """Time for which the session of a lost client waits for a new connection, if the broker has not
+    noticed that the old connection closed. This happens, for example, if a network link is cut."""
     recover_s: float = 30.0
-    """Time after the start of a broker during which it adopts streams of an earlier run, as workers
-    report them."""
+    """Time after its start in which a broker adopts the streams of an earlier run that workers
+    report."""
     session_idle_s: float = 3600.0
     """Time without streams and messages after which a session ends."""
     max_priority: int = 0
     """The highest priority that a request may have if the broker has no keys."""
     allow_tools: list[str] = []
-    """Tools that a client's programs may call, with the wildcards ``*`` and ``?``. A client's key
-    may list other tools."""
+    """Tools that a client's programs may call, with the wildcards ``*`` and ``?``. Applies to
+    clients whose key does not have a list of its own."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Maximum number of requests that wait for a worker, of all models together."""

@@ -71,15 +71,15 @@ class BrokerState:
         """The workers with a lease, by id."""
         self.pools = Pools(self.is_hung)
         self.requests: dict[int, Request] = {}
-        """The requests that the broker has accepted, by id. An ended request stays here until its
-        worker has reported the end."""
+        """The accepted requests, by id. An ended request stays here until its worker has reported
+        the end."""
         self.queues = Queues()
         """The requests that wait for their first worker, in a queue for each role and model."""
         self.waiting = Waiting()
         """The requests that have lost their worker and wait for another one."""
         self.states: dict[str, ModelState] = {}
-        """The weights and the pause of each model whose weights have changed, or that is or was
-        paused."""
+        """The weights and the pause of each model whose weights have changed, or that is paused or
+        was paused before."""
         self.deadlines = Deadlines()
         self.tokenizers = Counter[str]()
         """By key: the number of TOKENIZER requests that have not ended."""

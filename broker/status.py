@@ -23,7 +23,7 @@ from .state import BrokerState
 from .tools import Tools
 
 LISTED_S = 50e-6
-"""Seconds by which a listing moves ``lists_until`` (``KeyUse``) for each listed stream. Listing a
+"""Seconds by which a listing moves ``KeyUse.lists_until`` for each stream in the list. Listing a
 stream takes the broker about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
 """A client may not list streams while its ``lists_until`` is more than this number of seconds in
@@ -125,13 +125,13 @@ def add_metrics(status: Status, state: BrokerState) -> None:
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
-    """Limits how often the clients of a key list streams. For each stream of the sessions
-    ``shown``, a listing moves ``KeyUse.lists_until`` of the key of ``session`` by ``LISTED_S``. If
-    the session carries users, ``Session.lists_until`` is used instead, because its users share a
-    key.
+    """Limits how often the clients of a key list streams. For each listed stream,
+    ``KeyUse.lists_until`` moves by ``LISTED_S`` into the future. ``shown``: the sessions whose
+    streams are listed. If ``session`` is a gateway's, ``Session.lists_until`` is used instead,
+    because all users of the gateway share a key.
 
-    Raises UnavailableError if this time is more than ``MAX_LISTED_S`` ahead. Without this bound, a
-    client could request hundreds of listings at the same time, and a listing of thousands of
+    Raises UnavailableError if this time is more than ``MAX_LISTED_S`` in the future. Without this
+    bound, a client could request hundreds of listings at the same time. A listing of thousands of
     streams takes the broker milliseconds.
     """
     counted = session if session.carries_users else session.use

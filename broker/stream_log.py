@@ -1,13 +1,13 @@
 """The log of a session: the TOKEN bodies that were routed to its client, and the ends of requests
 that the client may not have received. Bodies are stored without decoding them.
 
-Another worker can continue a stream from its request and these bodies, which are the journal of the
-stream. The broker decodes the bodies only if it needs their entries: for a move, for an ATTACH, or
-to judge a suspect (``quarantine.py``).
+The journal of a stream is its request and these bodies. Another worker can continue the stream from
+the journal. The broker decodes the bodies only if it needs their entries: for a move, for an
+ATTACH, or to judge a suspect (``quarantine.py``).
 
-The ends that are sent on a connection are numbered; the number of an end is its *position*. A
-client with the capability ``ack`` acknowledges positions with PING. An end that was sent on an
-earlier connection, or was not sent, waits for the client's ATTACH or CANCEL.
+The ends that are sent on a connection are numbered. The number of an end is its *position*. A
+client with the capability ``ack`` acknowledges positions with PING. If an end was not sent on the
+present connection, it waits for the client's ATTACH or CANCEL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .chunks import MSGPACK, Chunk, Place, Routed, chunk_encoding, divided
 from .recent import BODIES_AT_ONCE, Recent
 
 AGAIN_BYTES = 100
-"""Bytes that are counted for each element of ``Place.again``."""
+"""Bytes that count for each element of ``Place.again``."""
 MAX_ENDS = 16_384
 """Maximum number of stored ends of a session. Above this number, the oldest end is dropped."""
 
@@ -40,10 +40,11 @@ class End:
     closing: Sequence[bytes] | None
     """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
     stored: bool
-    """Whether the request is a stream, and the log has all its entries. The answer to an ATTACH is
-    then a MSG, the entries and the end."""
+    """Whether the request is a stream, and the log has all of its entries. If so, the broker
+    answers an ATTACH with a MSG, the entries and the end."""
     count: int = 0
-    """Number of entries if a worker has reported the end for adoption, otherwise 0."""
+    """Number of the stream's entries if the end comes from a worker's report for adoption;
+    otherwise 0."""
     since: float = 0.0
     """The time at which the end was stored or the session was last resumed, in seconds."""
     position: int = 0
@@ -61,7 +62,8 @@ class Answer:
     already has them."""
 
     def sends_next(self, log: StreamLog) -> bool:
-        """Counts the next entry that was read; returns whether it is sent to the client."""
+        """Counts the next entry that was read. Returns whether this entry is to be sent to the
+        client."""
         stream_id = self.end.stream_id
         if log.answering.get(stream_id) is not self or log.ends.get(stream_id) is not self.end:
             return False
@@ -70,7 +72,7 @@ class Answer:
 
 
 class StreamLog:
-    """The bodies and the stored ends of one session. A body is stored as long as it may have
+    """The bodies and the stored ends of one session. A body is stored as long as it may contain
     entries of a request in the log.
 
     Routed messages are first stored in ``recent``, which later adds to ``tail`` the bodies that
@@ -101,11 +103,11 @@ class StreamLog:
         self.ends: dict[int, End] = {}
         """By stream: the stored ends, oldest first."""
         self.lost: dict[int, End] = {}
-        """By stream: ends whose message was dropped because the queue of the connection was
+        """By stream: the ends whose messages were dropped because the queue of the connection was
         full."""
         self.answering: dict[int, Answer] = {}
         """By stream: the incomplete answers to the client's ATTACHes on the present connection. The
-        end of an answer may already be dropped from ``ends``."""
+        end of such a stream may already be dropped from ``ends``."""
         self.reading: Iterator[int] | None = None
         """Reads the entries of ``answering``. Each ``next`` reads a part (``answers.py``)."""
         self.position = 0
@@ -121,9 +123,9 @@ class StreamLog:
     # --- requests -------------------------------------------------------------------------------
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
-        """Adds a request that is sent to a worker, or an end that is stored. ``size``: bytes of the
-        request's frames, or of the end. These bytes count towards the log's size as long as the
-        request is in the log.
+        """Adds a request that is sent to a worker, or whose end is stored. ``size``: bytes of the
+        request's frames or of its end. They count towards the log's size as long as the request is
+        in the log.
 
         ``sent``: the entries of a moved request that were routed so far, as a body of TOKEN.
         """
@@ -155,9 +157,9 @@ class StreamLog:
         return request in self._places
 
     def close(self, end: End, sent: bytes, now: float) -> None:
-        """Stores the end of a request, whose entries stay until ``drop`` is called. From now on,
-        the bytes of the end count towards the log's size instead of the request's frames. ``sent``:
-        the entries of a stream that is not in this log, as a body of TOKEN."""
+        """Stores the end of a request. The request's entries stay until ``drop`` is called. In the
+        log's size, the bytes of the end replace those of the request's frames. ``sent``: if the
+        stream is not in this log, its entries as a body of TOKEN."""
         before = self.ends.get(end.stream_id)
         if before is None and len(self.ends) >= MAX_ENDS:
             before = next(iter(self.ends.values()))
@@ -240,8 +242,9 @@ class StreamLog:
         return found
 
     def read(self, requests: Iterable[int]) -> Iterator[tuple[int, list[tuple[int, Token]]]]:
-        """Reads the entries of requests in parts, so that the caller can continue later. Yields for
-        each part the number of bytes that were read, and the entries, each with its request.
+        """Reads the entries of requests in parts, so that the caller can pause between two parts.
+        For each part, yields the number of bytes that were read, and the entries, each with its
+        request.
 
         The caller must read only requests that have ended, unless it reads all parts at once: a
         live request may get entries between two parts. Raises RequestError if a body cannot be
@@ -273,8 +276,8 @@ class StreamLog:
         self._sent[end.position] = end
 
     def on_lost(self, end: End) -> None:
-        """Records that the message with an end was dropped. Acknowledgements do not apply to the
-        end before it is sent again."""
+        """Records that the message with an end was dropped. Until the end is sent again,
+        acknowledgements do not apply to it."""
         self._sent.pop(end.position, None)
         end.position = 0
         self.lost[end.stream_id] = end
@@ -298,8 +301,8 @@ class StreamLog:
         return [end for _, end in sent]
 
     def on_taken_over(self, now: float) -> None:
-        """Handles a new connection of the client. The client will attach to the ends that it has
-        not received."""
+        """Handles a new connection of the client. The client will attach to each stream whose end
+        it has not received."""
         self._sent.clear()
         self.lost.clear()
         for end in self.ends.values():

@@ -16,13 +16,13 @@ class Sweep(Generic[T]):
     """Walks over the values of a table again and again. Each part of a walk has at least
     ``at_once`` values.
 
-    A table with fewer values is visited as a whole each time. Values that have left the table since
-    the walk began are still visited.
+    If the table has fewer values, each part is a whole walk. A walk also visits values that were
+    removed from the table after the walk began.
     """
 
     def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
-        """``ticks``: the maximum number of parts of a walk. So the parts of a very large table have
-        more than ``at_once`` values."""
+        """``ticks``: the maximum number of parts of a walk. If the table is very large, each part
+        therefore has more than ``at_once`` values."""
         self._table = table
         self._ticks = ticks
         self._at_once = at_once

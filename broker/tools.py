@@ -1,10 +1,10 @@
 """Handles the calls of tools: checks whether a client's program may make a call, chooses the tool
 worker, and records the end of the call.
 
-A program's controller worker sends CALL, and the broker passes the call to a tool worker. When the
-answer arrives, the broker passes it to the controller worker that then runs the program. A call
-that was passed to a tool worker is never passed to another tool worker. If the last worker of a
-tool drains or was lost a moment ago, new calls of the tool wait for a worker that serves the tool.
+The controller worker that runs a program sends CALL, and the broker passes the call to a tool
+worker. When the answer arrives, the broker passes the answer to the controller worker that runs the
+program by then. No call is passed to a second tool worker. If the last worker of a tool drains or
+was lost a moment ago, new calls of the tool wait for a worker that serves the tool.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MAX_SHOWN = 20
 """Maximum number of names of tools in an error message."""
 
 _Place = tuple[str, str | None, int]
-"""The key of a count of running calls: the owner of the calls, one user of the owner (None: all
-users together), and the id of a tool worker. The owner is the client's key or, without a key, its
-session."""
+"""Identifies a count of running calls: the owner of the calls, a user of the owner (None: all users
+together), and the id of a tool worker. The owner is the client's key or, without a key, the
+client's session."""
 
 
 class _Name(Struct, array_like=True):
@@ -62,7 +62,7 @@ class _Passed:
 
     @property
     def places(self) -> tuple[_Place, _Place]:
-        """The two keys of ``Tools._running`` whose counts include the call."""
+        """The two counts in ``Tools._running`` that include the call."""
         return (self.owner, None, self.worker.id), (self.owner, self.user, self.worker.id)
 
 
@@ -239,7 +239,7 @@ class Tools:
             without = (
                 ", because no tool worker is running; start one with: tokenbus tool serve FILE"
             )
-            why = f"; served are: {shown}" if names else without
+            why = f"; the served tools: {shown}" if names else without
             raise RequestError(Code.NO_WORKER, f"no worker serves the tool {tool!r}{why}")
         return serving
 
@@ -267,15 +267,16 @@ class Tools:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
                 f"the workers of the tool {tool!r} run {of_user} calls for you, and "
-                f"{own - of_user} for other users of this client, whose users may have {most} "
-                "together; wait until one of your calls ends",
+                f"{own - of_user} for other users of this client; all users of this client "
+                f"together may have {most} calls, and one user at most half of the calls that "
+                "other users leave free; wait until one of your calls ends",
                 retry_after_s=RETRY_AFTER_S,
             )
         return worker
 
     def _end(self, request: int, id_: CallId, passed: _Passed) -> None:
         """Records the end of a call. If more than ``MAX_ENDED`` calls of the request have ended,
-        the oldest of them is forgotten."""
+        forgets the call that ended first."""
         self._release(id_, passed)
         calls = self._calls[request]
         ended = [other for other, each in calls.items() if each.answered]
@@ -293,13 +294,14 @@ class Tools:
                 del self._running[place]
 
     def _answer(self, request: Request, id_: CallId, error: TokenbusError) -> None:
-        """Answers a call with an error that comes from the broker and not from the tool."""
+        """Answers a call with an error of the broker itself. The tool was not called, or did not
+        answer."""
         if request.steered_by is not None:
             answer = CallAnswer(*id_, error=error.message, code=str(error.code))
             self._out.to_worker(request.steered_by, b"CALL_ANSWER", answer)
 
 
 def _owner(request: Request) -> str:
-    """The client whose limits bound the calls of a request: its key or, without a key, its
+    """The owner of a request's calls (``_Place``): the client's key or, without a key, the client's
     session."""
     return request.session.key or str(request.session.id)

@@ -5,15 +5,15 @@ does not bound the number of frames in one message. Its function ``pipe_t::write
 only at the last frame. Until then, it stores at least 64 bytes for each frame. libzmq has neither
 an option nor an event for unfinished messages.
 
-So the kernel is asked how many bytes a TCP connection has received since its last complete message.
-With CURVE a frame has at least 35 bytes on the wire, so a bound on these bytes also bounds the
-memory. Without keys an empty frame has only two bytes, so the memory of the process is measured
-too.
+So this module asks the kernel how many bytes a TCP connection has received since its last complete
+message. With CURVE, a frame has at least 35 bytes on the wire, so a bound of these bytes also
+bounds the memory. Without keys, an empty frame has only two bytes on the wire. So in this case, the
+memory of the process is measured too.
 
 A handshake may have properties of any number and size, which libzmq stores as long as the
 connection exists. A small property takes 40 times its bytes in memory. So all bytes that a
-connection has received outside its messages count as unfinished, until a check finds that they are
-at most ``QUIET_BYTES``.
+connection has received, except those of its messages, count as an unfinished message. They stop
+counting when a check finds that they are at most ``QUIET_BYTES``.
 
 Unix sockets do not count bytes, and are not checked. Only processes of the broker's own user can
 open them.
@@ -48,11 +48,12 @@ MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all unfinished messages of a key. Connections that have not sent a complete
 message yet, and connections without a key, count as connections of one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""Maximum bytes by which the process may grow during one unfinished message of a peer without a
-key. The bound also applies to a peer with a key, as long as the handshake counts as unfinished."""
+"""Maximum bytes by which the memory of the process may grow during one unfinished message of a peer
+without a key. To a peer with a key, the bound applies as long as its handshake counts as
+unfinished."""
 QUIET_BYTES_PER_S = 16
-"""Rate at which ZeroMQ's heartbeats may arrive. Bytes beyond ``QUIET_BYTES`` and this rate since
-the last message count as an unfinished message."""
+"""Maximum rate of ZeroMQ's heartbeats. An idle connection may receive ``QUIET_BYTES`` and
+heartbeats at this rate. Further bytes since the last message count as an unfinished message."""
 
 
 class Unfinished:
@@ -70,11 +71,12 @@ class Unfinished:
         self._readable = readable
         self._sweep = Sweep(connections.by_fd, CONNECTIONS_AT_ONCE, TICKS)
         self._open: dict[Connection, int] = {}
-        """By connection: the bytes of its unfinished message, less the bytes that an idle
-        connection may receive."""
+        """By connection: the bytes of its unfinished message. Bytes that an idle connection may
+        receive are subtracted."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """The connections above a bound. For each: the round in which the excess was found, and the
-        number of messages taken from the socket by then. None after the connection was shut."""
+        """The connections above a bound. For each connection: the round in which the excess was
+        found, and the number of messages that had been taken from the socket by then. None after
+        the connection was shut."""
         self._rounds = 0
         """Number of completed rounds (``_count_rounds``). Rounds are counted only while messages
         are unfinished."""
@@ -102,9 +104,9 @@ class Unfinished:
         self._judge()
 
     def _judge(self) -> None:
-        """Compares the unfinished messages with their bounds, in ascending order of size. If the
-        messages of a key together exceed the key's bound, this order makes only the largest of them
-        count as above the bound."""
+        """Compares the unfinished messages with their bounds, in ascending order of size. Because
+        of this order, if the messages of a key together exceed the key's bound, only the largest of
+        them count as above the bound."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
             ended = connection.spoke and connection.counted is None
@@ -149,8 +151,8 @@ class Unfinished:
         return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
-        """Shuts a connection above a bound, but only when all messages that had arrived before the
-        excess was found have been taken. Until then, the excess may consist of complete
+        """Shuts a connection above a bound. Before that, all messages that had arrived when the
+        excess was found must have been taken, because the excess may consist of complete
         messages."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
@@ -216,8 +218,8 @@ def memory_in_use() -> int:
     """Bytes that this process has allocated, or its resident bytes if the C library does not count
     allocations.
 
-    Resident bytes include free memory that was not returned to the system. A growing message could
-    use this memory without an increase of the resident bytes.
+    Allocated bytes are the better measure. Resident bytes include free memory that was not returned
+    to the system, which a growing message could use without increasing the resident bytes.
     """
     allocated = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if allocated is not None:

@@ -22,7 +22,7 @@ UNREAD_FACTOR = 16
 number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
 """Maximum number of connections with counts. Above this number, the counts of the connection that
-has had counts for longest are dropped."""
+was added first are dropped."""
 
 
 class UnreadAnswers:
@@ -34,7 +34,8 @@ class UnreadAnswers:
 
     def __init__(self) -> None:
         self._by_peer: OrderedDict[bytes, deque[int]] = OrderedDict()
-        """The bytes of the last messages to each connection; 0 for a message that is not large."""
+        """For each connection, the bytes of its last ``PIPE_MESSAGES`` messages; 0 for a message
+        that is not large."""
 
     def add(self, peer: bytes, size: int) -> None:
         """Counts a message of ``size`` bytes that is sent to a connection."""
@@ -63,5 +64,5 @@ class UnreadAnswers:
             )
 
     def on_gone(self, peer: bytes) -> None:
-        """Handles the end of a connection, whose pipe is freed."""
+        """Handles the end of a connection: ZeroMQ has freed its pipe, so its counts are dropped."""
         self._by_peer.pop(peer, None)

@@ -32,8 +32,8 @@ class Upload:
     """The ``stream_id`` of the WEIGHTS with this part."""
 
     def add(self, message: SendWeights, part: bytes) -> None:
-        """Adds a part. Raises RequestError if the previous part still waits, or if the part does
-        not continue the file or has a wrong size."""
+        """Adds a part. Raises RequestError if the previous part still waits, if the part does not
+        continue the file, or if its size is wrong."""
         if self.part or message.offset != self.offset:
             raise RequestError(
                 Code.INVALID_FIELD,
@@ -56,8 +56,8 @@ class Upload:
         return b"WEIGHTS_PART", encode_header(), encode_body(body, "msgpack"), self.part
 
     def passed_on(self) -> int:
-        """Called when the part was passed to the workers. Returns the number of bytes that were
-        passed so far."""
+        """Call this method when the part was passed to the workers. Returns the number of bytes
+        that were passed so far."""
         self.offset += len(self.part)
         self.part = b""
         self.ready.clear()

@@ -18,8 +18,8 @@ class Waiting:
         self._by_id: dict[int, Request] = {}
         """The requests, by id, in the order in which they have lost their workers."""
         self._in_order: list[tuple[int, float, int]] = []
-        """The requests in the order in which they continue, each as the negated priority, the
-        arrival in seconds, and the id."""
+        """The requests in the order in which they continue. Each element has the negated priority,
+        the arrival in seconds, and the id."""
 
     def __len__(self) -> int:
         return len(self._by_id)

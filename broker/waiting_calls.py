@@ -1,5 +1,5 @@
-"""Calls of tools that wait for a tool worker, because the last worker that served the tool drains
-or was lost, and may register again. A waiting call was not passed to a tool worker."""
+"""Calls of tools that wait because the last worker that served the tool drains or was lost. This
+worker or another one may register. A waiting call was not passed to any tool worker yet."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class WaitingCall:
 
     @property
     def places(self) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
-        """The two keys of ``WaitingCalls._owned`` whose counts include the call."""
+        """The two counts in ``WaitingCalls._owned`` that include the call."""
         return (self.owner, None), (self.owner, self.request.fields.by)
 
 
 class WaitingCalls:
-    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: number of seconds
-    after the loss for which calls of the tool wait."""
+    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: for this number of
+    seconds after the loss, calls of the tool wait."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s

@@ -1,4 +1,5 @@
-"""STARTs that wait for a controller worker. Each pattern of controllers has a queue.
+"""STARTs that wait for a controller worker. A *pattern* is the name of a controller, or
+``ANY_MODULE``, as workers register it. Each pattern has a queue.
 
 A place that becomes free at a worker goes to the oldest START in the queues of the patterns that
 this worker serves. The other queues are not scanned.
@@ -29,8 +30,7 @@ class WaitingStart:
 
 
 class WaitingStarts:
-    """The waiting STARTs by request, and by pattern in the order in which they joined the pattern's
-    queue."""
+    """The waiting STARTs, in two forms: by request, and as a queue for each pattern."""
 
     def __init__(self) -> None:
         self._by_request: dict[int, WaitingStart] = {}
@@ -47,7 +47,7 @@ class WaitingStarts:
         return iter(list(self._by_request.values()))
 
     def add(self, request: Request, body: bytes, since: float, pattern: str) -> None:
-        """Adds a START as the last one of its queue."""
+        """Adds a START at the end of its queue."""
         self.remove(request.id)
         waiting = WaitingStart(request, body, since, pattern)
         self._by_request[request.id] = waiting

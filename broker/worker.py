@@ -23,7 +23,8 @@ NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (
 
 
 class UnreadableError(RequestError):
-    """A message of a worker cannot be read, so any stream of the worker may lack tokens."""
+    """A message of a worker cannot be read. So tokens of any of the worker's streams may be
+    missing."""
 
 
 class WorkerState(Enum):
@@ -52,7 +53,7 @@ class Worker:
     handed_over: bool = False
     """Whether HANDOVER was sent to the worker, so that its streams move to other workers."""
     succeeded: bool = False
-    """Whether another process replaces the draining worker as soon as this worker has left. DRAIN
+    """Whether another process will replace this worker as soon as it has left. The worker's DRAIN
     sets the flag."""
     system_ends: bool = False
     """Whether the other workers on the worker's host are about to drain too
@@ -74,8 +75,8 @@ class Worker:
     again."""
     requests: dict[int, Request] = field(default_factory=dict)
     beyond: set[int] = field(default_factory=set)
-    """Ids of the requests that the worker received above its capacity. Ids of ended requests may
-    remain in the set."""
+    """Ids of the requests that the worker received although it was full
+    (``Placement.beyond_capacity``). Ids of ended requests may remain in the set."""
     steers: dict[int, Request] = field(default_factory=dict)
     """At a controller worker: the requests whose controllers run at the worker, or have a reserved
     place there."""
@@ -84,7 +85,7 @@ class Worker:
     calls: set[tuple[int, int, int]] = field(default_factory=set)
     """At a tool worker: the ids of its running calls (``tools.py``)."""
     fences: Fences = field(default_factory=Fences)
-    """The fences of the worker's attempts that the broker has given up."""
+    """The fences of those attempts of this worker that the broker has given up (``fences.py``)."""
     in_flight: InFlight = field(default_factory=InFlight)
     """At a GPU worker: the requests that the worker has not taken yet."""
     process: int = 0
@@ -103,7 +104,7 @@ class Worker:
         self.beyond.add(request.id)
 
     def leaves_with(self, other: Worker) -> bool:
-        """Whether this worker leaves together with ``other``: both are on the same host, and the
+        """Whether this worker and ``other`` leave together: both are on the same host, and the
         whole system on this host is about to end."""
         return other.system_ends and self.host == other.host
 
@@ -116,15 +117,15 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether the worker has room for one more request, in addition to its requests of this
-        broker and of other brokers. Requests above the capacity are not counted, so that queued
-        requests get each place that becomes free."""
+        """Whether the worker has room for one more request. Its requests of all brokers count,
+        except those above the capacity (``beyond``). So each place that becomes free goes to a
+        queued request."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
         return self._num_requests - beyond < self.capacity and self.in_flight.has_room
 
     def has_room_beyond(self, part: int) -> bool:
-        """Whether one more request fits into the capacity plus one ``part``-th of the capacity. For
-        example, 8 stands for an eighth."""
+        """Whether one more request fits into the capacity plus a fraction 1/``part`` of the
+        capacity."""
         most = self.capacity + self.capacity // part
         return self._num_requests < most and self.in_flight.has_room
 
@@ -153,13 +154,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why and how the broker loses a worker, or a request that the worker had."""
+    """Describes why and how the broker loses a worker, or only a request of the worker."""
 
     why: str
     died: bool
-    """Whether the worker left unexpectedly. If so, the loss counts against the requests of which
-    the worker had sent no new token (``quarantine.py``)."""
+    """Whether the worker left unexpectedly. If so, the loss counts against each request of which
+    the worker had not sent a new token (``quarantine.py``)."""
     returns: bool = True
     """Whether the requests may continue at the same process if this process registers again."""
     replaced: bool = False
-    """Whether the worker has registered again, and is about to be added."""
+    """Whether the same worker has registered again, and is about to be added to the tables
+    again."""

@@ -1,10 +1,10 @@
 """Numbers the connections of a socket, and accepts only the keys of the keyring. Both use ZAP,
 ZeroMQ's authentication protocol (RFC 27).
 
-For each handshake, ZeroMQ sends one ZAP request over a socket within the process. The answer has
-the *User-Id*: a number that no other connection has, and the peer's public key if the broker has
-keys. ZeroMQ adds this text to each message of the connection as the metadata ``User-Id``. ZeroMQ
-itself encrypts the messages (CURVE, RFC 26).
+For each handshake, ZeroMQ sends one ZAP request over a socket within the process. The answer has a
+text, the *User-Id*. It consists of a number that no other connection has, and of the peer's public
+key if the broker has keys. ZeroMQ adds the text to each message of the connection, as the metadata
+``User-Id``. ZeroMQ itself encrypts the messages (CURVE, RFC 26).
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ class BaseClient:
         session: str | None = None,
         keep_s: float = 0.0,
     ) -> None:
-        """``deliver`` receives events on the connection's thread. ``session`` is the token of a
-        named session; None begins a new session. Raises KeyFault if the key cannot be read, and
-        AddressError if ``front`` is not a valid address."""
+        """``deliver`` receives events on the connection's thread. ``session``: the token of a
+        session that the client begins or takes over; None: a session with a new token. Raises
+        KeyFault if the key cannot be read, and AddressError if ``front`` is not a valid address."""
         settings = load(front=front)
         self.front = settings.front_endpoint if front is None else settings.front
         if patience_s is None:
@@ -41,7 +41,7 @@ class BaseClient:
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
-        """The contents of the buffers that this client has sent, by name, for recordings."""
+        """The contents of the buffers that this client has sent, by name. Recordings need them."""
 
     @property
     def broker(self) -> str:

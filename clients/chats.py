@@ -1,7 +1,7 @@
 """Conversations of a client with a model: ``Client.chat`` and ``AsyncClient.chat``.
 
-The messages are OpenAI's. The client renders the model's chat template, and reads thinking and
-calls of tools from the answer, with the code of the gateway.
+Messages have OpenAI's form. The client renders the model's chat template, and separates thinking
+and calls of tools from the text of the answer. The gateway does the same with the same code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Chats:
     """Prepares the conversations of one client, and caches the tokenizers of its models."""
 
     def __init__(self, source: ModelSource) -> None:
-        """``source`` must not keep the client alive, because the client closes when its last
-        reference is dropped. Raises ImportError if the packages of the extra ``gateway`` are
+        """``source`` must not have a reference to the client, because the client closes when its
+        last reference is dropped. Raises ImportError if the packages of the extra ``gateway`` are
         missing."""
         try:
             from .gateway.models import ModelTable
@@ -170,8 +170,8 @@ def _message(prepared: Prepared, sequences: Sequence[GeneratedSequence]) -> dict
 class Chat:
     """The answer to a conversation.
 
-    Iteration yields the text of the answer as it arrives. If a controller removes text from the
-    answer, this text may already have been yielded; ``message`` has the final answer.
+    Iteration yields the text of the answer as it arrives. A controller may later remove text that
+    was already yielded. ``message`` has the final answer.
     """
 
     def __init__(self, stream: Stream, prepared: Prepared) -> None:
@@ -184,9 +184,9 @@ class Chat:
         return (text for entry in self.stream if (text := texts.read(entry)))
 
     def message(self) -> dict[str, Any]:
-        """Reads the answer to its end, and returns the assistant's message, which the next call of
-        ``chat`` accepts. Its fields are ``role``, ``content``, and if present ``tool_calls`` and
-        ``reasoning_content``."""
+        """Reads the answer to its end, and returns the assistant's message. The message can be one
+        of the ``messages`` of the next ``chat``. Its fields are ``role`` and ``content``, and
+        possibly ``tool_calls`` and ``reasoning_content``."""
         return _message(self._prepared, self.stream.wait())
 
     def text(self) -> str:

@@ -20,7 +20,7 @@ from .lanes import Delivery
 from .session import ClientSession
 
 LINGER_MS = 500
-"""Maximum time for sending the submitted messages of a closed client, in milliseconds."""
+"""When a client is closed, its last messages are sent for at most this time, in milliseconds."""
 
 
 class Connection:
@@ -40,12 +40,12 @@ class Connection:
         session: str | None = None,
         keep_s: float = 0.0,
     ) -> None:
-        """``session``: the token of a named session; None: a new session. ``keep_s``: as in
-        ``Client``."""
+        """``session``: the token of a session that the client begins or takes over; None: a session
+        with a new token. ``keep_s``: as in ``Client``."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
-        """Reentrant, because the garbage collector may close the client in a thread that has the
-        lock."""
+        """This lock is reentrant, because the garbage collector may close the client in a thread
+        that has the lock."""
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
@@ -68,8 +68,8 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # The thread starts before the call is added to the commands. If the start failed
-            # afterwards, the call would be sent together with a later call.
+            # The thread is started before the call is added to the commands. In the other order, if
+            # the start failed, the call would be sent together with a later call.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
@@ -101,8 +101,8 @@ class Connection:
         return self._carrier.address
 
     def close(self, keep: bool = False) -> None:
-        """Ends the session, and every call that has not ended. With ``keep``, the broker keeps the
-        session for another client that has its token."""
+        """Ends every call that has not ended, and the session. If ``keep`` is true, the session
+        does not end at the broker, and another client with its token can take it over."""
         if self._carrier.forked:
             return
         with self._lock:
@@ -156,8 +156,8 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call when the broker has refused the connection. The broker would refuse the
-        next connection for the same reason."""
+        """Ends every call, because the broker has refused the connection. The broker would refuse
+        the next connection for the same reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)
@@ -165,7 +165,7 @@ class _ClientPeer:
         self._hand_on()
 
     def ended(self, reason: str) -> None:
-        """Ends every call with an error, because the readers would otherwise wait forever."""
+        """Ends every call with an error. Without this error, the readers would wait forever."""
         self._ended(reason)
         session, now = self._session, time.monotonic()
         while self._commands:

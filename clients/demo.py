@@ -51,7 +51,7 @@ EIGHT = {
     "[1, 2, 3, ": 12,
     "if __name__ == ": 2,
 }
-"""Prompts, each with a seed for which the embedded model writes a good text."""
+"""Prompts, each with a seed. With this seed, the embedded model writes a good text."""
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
 SCORED = ("import ", ("os", "sys", "banana"))
 STEERED = {

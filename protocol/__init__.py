@@ -1,1 +1,2 @@
-"""LMTP on Tokenbus: messages, codecs, headers, errors, ids and settings, without sockets."""
+"""The protocol (LMTP, with Tokenbus's extensions): messages, codecs, headers, errors, ids and
+settings, without sockets."""

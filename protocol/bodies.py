@@ -41,7 +41,7 @@ def encode_bodies(bodies: Iterable[Any], encoding: Encoding) -> list[bytes]:
 
 
 def encoding_of(body: bytes) -> Encoding:
-    """The encoding of a body.
+    """The encoding of a body, as its first byte shows.
 
     A body is a map or a list, so its first byte is 0x80 or more in msgpack, and an ASCII character
     in JSON. An empty body, which stands for a message without fields, counts as JSON.
@@ -55,11 +55,11 @@ def _decoder(kind: Any, encoding: Encoding) -> _Decoder:
 
 
 def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
-    """Decodes ``body`` as a value of type ``kind``. ``encoding``: None if the body's first byte
-    decides (``encoding_of``).
+    """Decodes ``body`` as a value of type ``kind``. If ``encoding`` is None, the body's first byte
+    determines the encoding (``encoding_of``).
 
-    Raises RequestError: ``bad_message`` if the body is not valid JSON or msgpack, ``invalid_field``
-    with the path of the field if a value has the wrong type or is out of range.
+    Raises RequestError. The code is ``bad_message`` if the body is not valid JSON or msgpack. It is
+    ``invalid_field``, with the path of the field, if a value has the wrong type or is out of range.
     """
     encoding = encoding or encoding_of(body)
     try:
@@ -77,7 +77,7 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
 
 
 def body_type(table: Mapping[bytes, Any], message_type: bytes) -> Any:
-    """The type of the body of messages of the type ``message_type``, from ``table``. Raises
+    """Looks up the type of the body for the message type ``message_type`` in ``table``. Raises
     RequestError with the code ``unknown_type`` if the table does not have the message type."""
     kind = table.get(message_type)
     if kind is None:

@@ -1,8 +1,8 @@
 """Checks bounds on a body's size before the body is decoded.
 
-Decoding a text takes about 0.5 ns for each byte. Decoding numbers, short strings or maps takes up
-to 40 ns for each byte, because each number, string or map becomes an object. So the texts of a body
-may be large, but the rest of the body has a smaller bound.
+Decoding a long text takes about 0.5 ns for each byte. Decoding numbers, short strings and maps
+takes up to 40 ns for each byte, because each of them becomes an object. So the texts of a body may
+be large, but the rest of the body has a smaller bound.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TEXT_FIELDS: dict[bytes, tuple[str, ...]] = {
 }
 """By message type: the fields of the body that may contain large texts or data."""
 MAX_PLAIN_BODY_BYTES = 64 * 1024
-"""Maximum number of bytes of the body of a message whose type is not in ``TEXT_FIELDS``."""
+"""Maximum number of bytes of a body, for message types that are not in ``TEXT_FIELDS``."""
 MAX_STRUCTURE_BYTES = 1024 * 1024
-"""Maximum number of bytes of a body without its texts. The bytes of token ids count, so a client
-sends a long list of token ids as an attachment."""
+"""Maximum number of bytes of a body without its texts. A list of token ids counts, so a client
+sends a long list as an attachment."""
 _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9, 0xDC)))
 """The first byte of a JSON string, and the first bytes of msgpack strings and binary data."""
 
 
 class _Texts(Struct):
-    """The fields of a body that may contain texts. They are not decoded."""
+    """The fields of a body that may contain texts. Their values are not decoded."""
 
     prompt: Raw = Raw()
     scored: Raw = Raw()
@@ -45,8 +45,8 @@ def max_body_bytes(message_type: bytes) -> int:
 
 
 def check_body(message_type: bytes, body: bytes) -> None:
-    """Raises RequestError if the body of a client's message is too large for its type, or has more
-    than ``MAX_STRUCTURE_BYTES`` without its texts."""
+    """Raises RequestError if the body of a client's message is too large for its type, or if the
+    body without its texts has more than ``MAX_STRUCTURE_BYTES``."""
     if len(body) <= MAX_PLAIN_BODY_BYTES:
         return
     most = max_body_bytes(message_type)

@@ -1,8 +1,9 @@
-"""Encodes tokens in columns, a form of ``TOKEN`` for clients that have the capability ``columns``.
+"""Encodes tokens in columns. This is a form of ``TOKEN`` for clients that have the capability
+``columns``.
 
-In a step, most streams receive only a token. In a list of entries, each token is a map with several
-names. In columns, each field is one array with a value for each token, so neither side encodes or
-decodes token by token.
+Most entries of a stream only have a token. In a list of entries, each entry is a map that repeats
+the names of its fields. In columns, each field is one array with a value for each token. So neither
+side encodes or decodes tokens one by one.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ _NAMES = {
     "kept": "k",
     "entries": "e",
 }
-"""The names of the fields on the wire. They are short because the broker stores the bodies: a body
-with one row of the first four columns has 41 bytes."""
+"""The names of the fields on the wire. The names are short, because the broker stores the bodies. A
+body with one row and four columns has 41 bytes."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
-    """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
+    """The body of ``TOKEN`` in columns. Each row has a token of a stream. Entries that do not fit
+    into a row are in ``entries``.
 
-    The columns are little-endian. A row represents an entry that has only ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and in
-    ``top_logprobs`` only its own token. In one body, all entries of a stream are in the columns, or
-    all are in ``entries``.
+    The columns are little-endian. A row represents an entry with the fields ``token``,
+    ``stream_id``, ``logprob``, ``pos`` and ``seq``, and possibly ``text``, ``processed`` and
+    ``kept``. The entry's ``top_logprobs`` has only the entry's token. The entry has no other
+    fields. In one body, either all entries of a stream are rows, or all are in ``entries``.
     """
 
     streams: bytes = b""
@@ -63,13 +65,13 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
     for the field. Empty if no row has the field."""
     entries: list[Token] = []
-    """If an entry of a stream cannot be a row (``is_plain``), all entries of this stream in this
-    body are here."""
+    """Entries that are not rows. If one entry of a stream cannot be a row (``is_plain``), all
+    entries of the stream in this body are here."""
 
 
 TokenBody = list[Token] | TokenColumns
-"""The bodies of ``TOKEN``: a list of entries, or columns. In msgpack the first is an array and the
-second a map."""
+"""The forms of a body of ``TOKEN``: a list of entries, or columns. In msgpack, the list is an array
+and the columns are a map."""
 
 
 Kept = int | bytes
@@ -112,8 +114,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     """The rows of a body; raises RequestError if its columns differ in length, or a stream id is
     not valid.
 
-    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``, which are then not
-    unpacked again.
+    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``. These two columns
+    are then not unpacked again.
     """
     rows = len(body.streams) // 8
     u64, u32, f64 = _unpackers(rows)
@@ -130,9 +132,9 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
         columns += [body.seqs, body.processed]
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; expected "
-            f"{(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, {4 * rows} or 0, and {8 * rows} or 0, "
-            f"for {rows} rows",
+            f"the columns of a TOKEN with {rows} rows have {tuple(map(len, columns))} bytes; "
+            f"expected {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, then {4 * rows} or 0, then "
+            f"{8 * rows} or 0",
         ) from None
     if like is None and rows and max(streams) > MAX_STREAM_ID:
         raise RequestError(
@@ -147,8 +149,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
 
 
 def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
-    """The values of a column that is a list. If the list is empty, each row has the value None.
-    Raises RequestError if a list that is not empty does not have ``rows`` values."""
+    """Returns the ``rows`` values of a column that is a list. An empty list stands for the value
+    None in each row. Raises RequestError if the list has another length."""
     if values and len(values) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,
@@ -171,9 +173,9 @@ def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
 
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
-    """Encodes entries as columns. The entries of a stream become rows if all of them are plain
-    (``is_plain``); otherwise they stay entries. The order within each stream is kept. ``texts``:
-    whether rows may have text."""
+    """Encodes entries as columns. If all entries of a stream are plain (``is_plain``), they become
+    rows. If one of them is not plain, all entries of the stream stay entries. The order within each
+    stream does not change. ``texts``: whether rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]

@@ -2,8 +2,8 @@
 the same time.
 
 When the first decoder of a struct is made, msgspec computes how to decode the struct, and caches
-the result. While the result is incomplete, another thread can already find it in the cache. A
-decoder that was made from an incomplete result reads a null pointer (msgspec 0.21). So only one
+this description. Another thread can find the description in the cache while it is incomplete. A
+decoder that is made from an incomplete description reads a null pointer (msgspec 0.21). So only one
 thread at a time makes decoders.
 """
 
@@ -48,7 +48,7 @@ def msgpack_decoder(
     kind: Any, dec_hook: Callable[[type, Any], Any] | None = None
 ) -> msgspec.msgpack.Decoder[Any]:
     """The decoder of values of type ``kind`` in msgpack. ``dec_hook``: converts values to types
-    that msgspec does not know."""
+    that msgspec does not support."""
     return _msgpack_decoder(kind, dec_hook)
 
 

@@ -1,7 +1,8 @@
-"""Errors with stable codes. ``ERROR`` messages contain the code, and clients raise the error.
+"""Errors with stable codes. An ``ERROR`` message contains the code. The code determines the
+exception that a client raises.
 
-The code is part of the protocol: programs match on it. The message is for people: it states which
-value is wrong and why, and then what would be right.
+The code is part of the protocol, because programs compare it. The message is for people. It says
+which value is wrong and why, and then what would be right.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Every reason for which Tokenbus refuses a request or ends a stream."""
+    """The reasons for which Tokenbus refuses a request or ends a stream."""
 
     # The request is invalid; sending it again unchanged usually fails again.
     BAD_MESSAGE = "bad_message"
@@ -36,8 +37,8 @@ class Code(StrEnum):
     DEADLOCK = "deadlock"
     # A call of a tool by the controller failed.
     TOOL_FAILED = "tool_failed"
-    # Several workers died one after another while they ran the request, or calls of the request's
-    # module have killed guest processes several times.
+    # Several workers in a row died while they ran the request. Or the processes that ran the
+    # request's module died several times.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
@@ -52,7 +53,7 @@ class Code(StrEnum):
     SESSION_LOST = "session_lost"
     CONNECTION_LOST = "connection_lost"
     TIMEOUT = "timeout"
-    # An error in Tokenbus or in the code of the model.
+    # Tokenbus or the code of the model has an error.
     INTERNAL = "internal"
 
 
@@ -74,8 +75,8 @@ RETRYABLE = frozenset(
 class TokenbusError(Exception):
     """The base class of all errors with a code.
 
-    ``path`` names the faulty field (``$.max_tokens``), ``stream_id`` the stream that has ended.
-    ``retry_after_s`` is the number of seconds to wait before another try.
+    ``path`` names the faulty field (``$.max_tokens``). ``stream_id`` is the stream that has ended.
+    ``retry_after_s`` is the number of seconds to wait before another attempt.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ def error_for(
     stream_id: int | None = None,
     retry_after_s: float | None = None,
 ) -> TokenbusError:
-    """The exception of the type that belongs to ``code``; a RequestError if the code is unknown."""
+    """Makes an exception of the type that belongs to ``code``; a RequestError if the code is
+    unknown."""
     kind = _KINDS.get(code, RequestError)
     return kind(code, message, path=path, stream_id=stream_id, retry_after_s=retry_after_s)

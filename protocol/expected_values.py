@@ -25,36 +25,37 @@ _PLAIN = {
     r" > ": " above ",
     r" \| ": " or ",
 }
-"""Patterns of msgspec's terms, and plain words for them."""
+"""Patterns that match msgspec's terms, and the plain words that replace these terms."""
 _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 """Matches msgspec's error about a field for which only certain values are valid."""
 _STEP = re.compile(r"\.(\w+)|\[(\d*)")
 """Matches one part of a path: the name of a field, or the index of an element of a list. For a
 value of a dict, the index is empty."""
 _BOUND = re.compile(r" [<>]=? | matching regex ")
-"""Matches msgspec's error if a number or the length of a value is out of bounds, or if a text does
-not match a pattern."""
+"""Matches msgspec's error about a number or a length that is out of bounds, or about a text that
+does not match a pattern."""
 _NAME = re.compile(r"a text matching regex '\^\[([^\]]+)\]\{(\d+),(\d+)\}\$'")
-"""Matches the error about a name: the valid characters, and the bounds of its length."""
+"""Matches the error about a name that is not valid. The groups are the valid characters, and the
+bounds of the name's length."""
 MAX_SHOWN_NAME = 64
 """Maximum number of characters of a wrong name that are shown."""
 MAX_SHOWN = 256
 """Maximum number of characters of msgspec's error that are shown. The error repeats the client's
 invalid text, which may have any length."""
 MAX_REPEATED_BYTES = 65_536
-"""Maximum number of bytes at the beginning of a body that are decoded again, to find the number
-that an error message shows."""
+"""To find the wrong value that an error message shows, up to this number of bytes are decoded
+again, from the beginning of the body."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
-    """Translates msgspec's error into plain words, and adds the faulty value."""
+    """Translates msgspec's error into plain words, and adds the value that is wrong."""
     return f"{plain(str(error).split(', got')[0])}, not {given!r}"
 
 
 def parted(error: msgspec.MsgspecError) -> tuple[str, str]:
-    """Divides msgspec's error into its message and the path of the value. An error at the root has
-    the path ``$``."""
-    # The invalid text in the message may also contain " - at "; the path follows the last of them.
+    """Divides the text of msgspec's error into the message and the path of the value. The path of
+    an error at the root is ``$``."""
+    # The invalid text in the message may contain " - at " too. The path follows the last " - at ".
     message, _, path = str(error).rpartition(" - at ")
     if not message:
         message, path = path, "$"
@@ -74,8 +75,8 @@ def plain(message: str) -> str:
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The faulty value as the end of an error's text, such as ``, not -5``. Empty unless the error
-    is about a number that is out of bounds, or about a wrong name.
+    """The wrong value, as the end of an error's text, such as ``, not -5``. Empty unless the error
+    is about a number that is out of bounds, or about a name that is not valid.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
     number or the name at ``path``.
@@ -87,8 +88,8 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
         for step in _STEP.finditer(path):
             value = value[step[1] or int(step[2])]
     except (LookupError, TypeError, ValueError, RecursionError):
-        # The body is malformed or longer than the decoded part, or the path leads through a dict,
-        # whose key msgspec does not name.
+        # The value cannot be found: the body is malformed or longer than the decoded part, or the
+        # path leads through a dict, whose keys msgspec does not report.
         return ""
     if isinstance(value, str) and " matching regex " in message:
         return f", not {value[:MAX_SHOWN_NAME]!r}" + "…" * (len(value) > MAX_SHOWN_NAME)
@@ -97,8 +98,8 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
     """An error text that lists the valid values of the field at ``path`` in a body of type
-    ``kind``. None if the field does not have such a list. ``message``: msgspec's error without
-    its path."""
+    ``kind``. None if the valid values cannot be listed. ``message``: msgspec's error without its
+    path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:
@@ -108,7 +109,8 @@ def named_values(message: str, kind: Hashable, path: str) -> str | None:
 
 
 def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The types that a union allows, or the type itself if it is not a union, without bounds."""
+    """The types of a union. If ``kind`` is not a union, only this type. Bounds are removed from the
+    types."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):

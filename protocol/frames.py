@@ -14,7 +14,8 @@ Frames = list[bytes]
 
 
 class Message(NamedTuple):
-    """A decoded message, which the two codecs encode as frames or as a line."""
+    """A decoded message. This module encodes messages as frames; ``lines.py`` encodes them as
+    lines."""
 
     type: bytes
     body: Any
@@ -22,15 +23,15 @@ class Message(NamedTuple):
 
 
 def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
-    """The frames of a message. Messages between the broker and workers have a header, messages
-    between the broker and clients do not."""
+    """The frames of a message. A message between the broker and a worker has a header. A message
+    between the broker and a client has none."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]
 
 
 def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Message:
-    """The message in a client's or the broker's frames; raises RequestError if the message is
-    invalid."""
+    """Decodes the frames of a message between a client and the broker. Raises RequestError if the
+    message is invalid."""
     if len(frames) < 2:
         raise RequestError(
             Code.BAD_MESSAGE,
@@ -43,7 +44,8 @@ def decode_frames(frames: Sequence[bytes], table: Mapping[bytes, Any]) -> Messag
 def decode_worker_frames(
     frames: Sequence[bytes], table: Mapping[bytes, Any]
 ) -> tuple[Header, Message]:
-    """The header and the message in frames between broker and workers, other than ``TOKEN``."""
+    """Decodes the frames of a message between the broker and a worker, except ``TOKEN``. Returns
+    the header and the message."""
     if len(frames) < 3:
         raise RequestError(
             Code.BAD_MESSAGE,

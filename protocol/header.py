@@ -1,9 +1,10 @@
 """The fixed binary header between broker and workers, and the manifest of a step's tokens.
 
-The broker routes a message by its header, but a worker's ``TOKEN`` by its manifest. Layout of the
-header, little-endian: ``request`` u64, ``address`` u64, ``flags`` u32. In a worker's ``TOKEN``, the
-frame of the header also contains a manifest, after the header. The manifest lists the session of
-each body, the requests that end, and the request of each further frame (``Manifest.deltas``).
+The broker routes messages of workers by their headers. Layout of the header, little-endian:
+``request`` u64, ``address`` u64, ``flags`` u32. In a worker's ``TOKEN``, a manifest follows the
+header in the same frame, and the broker routes the ``TOKEN`` by its manifest. The manifest lists
+the session of each body, the requests that end, and the request of each further frame
+(``Manifest.deltas``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COUNTS = struct.Struct("<III")
 _MANIFEST = struct.Struct("<QQIIII")
 
 HEADER_SIZE = _HEADER.size
-"""Bytes of a header: 20."""
+"""Number of bytes of a header."""
 
 
 class Flag(IntFlag):
@@ -30,29 +31,30 @@ class Flag(IntFlag):
     """The client's session uses msgpack, so the bodies of its messages and of the answers are
     msgpack. Without this flag, they are JSON."""
     FINAL = 2
-    """The last message of the request; the broker removes the request."""
+    """This is the last message of the request, so the broker removes the request."""
     COLUMNS = 4
     """The client also accepts bodies of TOKEN in columns (``columns.py``)."""
     MOVED = 8
-    """The request was at another worker before; its last attachment is a ``Transcript``."""
+    """The request was at another worker before. Its last attachment is a ``Transcript``."""
     TEXTS = 16
-    """The client also accepts rows with text. Set only together with ``COLUMNS``."""
+    """The client also accepts columns with texts. Set only together with ``COLUMNS``."""
 
 
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The bits of ``Header.flags`` from this number up contain the time that the request waited at the
-broker, in milliseconds."""
+"""From the bit with this number on, ``Header.flags`` contains the time that the request has waited
+at the broker, in milliseconds."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 
 class Header(NamedTuple):
-    """The routing information of a message between the broker and a worker.
+    """The header of a message between the broker and a worker.
 
     ``request`` is the id that the broker assigned to the request; 0 if the message is not about a
-    request. ``address`` is the client session of the request. In a message between two workers,
-    ``address`` is the receiver before the broker forwards the message, and the sender afterwards.
+    request. ``address`` is the client session of the request. In a message from one worker to
+    another, the sender writes the receiver's id into ``address``. The broker replaces it by the
+    sender's id when it forwards the message.
     """
 
     request: int = 0
@@ -70,8 +72,8 @@ class Manifest(NamedTuple):
     """The contents of a worker's ``TOKEN``, in the order of its frames.
 
     ``sessions``: the session of each body. ``finished``: requests that end with this message.
-    ``deltas``: the requests of the frames after the bodies, one frame for each request. The workers
-    of this release do not send such frames.
+    ``deltas``: the requests of the frames that follow the bodies, one frame for each request.
+    Workers of this release do not send such frames.
     """
 
     sessions: tuple[int, ...] = ()

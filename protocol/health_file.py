@@ -1,9 +1,10 @@
-"""Writes a file by which the probes of a container check whether a process works, and whether it
-accepts requests.
+"""Writes a file that the probes of a container read, to check whether a process works and whether
+it accepts requests.
 
-Workers do not listen on an address, so probes cannot connect to them. If a probe asked the broker
-instead, all workers would be restarted whenever the broker is down. The file's modification time
-shows that the process works; the file's text shows whether the process accepts requests.
+A worker does not listen on an address, so a probe cannot connect to it. If probes connected to the
+broker instead, all workers would be restarted whenever the broker is down. The modification time of
+the file shows that the process works. The text of the file shows whether the process accepts
+requests.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ READY = "ready"
 """The text of the file if the process accepts requests."""
 NOT_READY = "not ready"
 STANDBY = "standby"
-"""The text of the file if the process is a state worker that waits until another state worker
-ends."""
+"""The text of the file of a standby: a state worker that waits until another state worker ends."""
 
 EVERY_S = 1.0
-"""The shortest time between two updates of the modification time, in seconds. A changed text is
-written at once."""
+"""The shortest time between two updates of the modification time, in seconds. If the text changes,
+it is written at once."""
 
 
 class HealthFile:
@@ -44,15 +44,15 @@ class HealthFile:
         self._failed = False
 
     def beat(self, ready: bool, step_age_s: float | None, now: float) -> None:
-        """Called with each heartbeat of a worker. ``step_age_s``: seconds that the current step has
-        been running; None if no step runs. If the step hangs, the file is not updated, so the
-        probes fail."""
+        """Call this method with each heartbeat of a worker. ``step_age_s``: seconds for which the
+        current step has been running; None if no step runs. If the step hangs, the file is not
+        updated, so the probes fail."""
         if step_age_s is None or step_age_s <= self._hung_step_s:
             self.touch(READY if ready else NOT_READY, now)
 
     def touch(self, text: str, now: float) -> None:
-        """Records that the process works: writes the file if the text has changed, and otherwise
-        updates the modification time at most once every ``EVERY_S`` seconds."""
+        """Records that the process works. If the text has changed, writes the file. If it has not
+        changed, updates the modification time, at most once every ``EVERY_S`` seconds."""
         if self._path is None or (text == self._text and now < self._next):
             return
         self._next = now + EVERY_S

@@ -12,7 +12,8 @@ GGUF = ".gguf"
 
 
 class HubNameError(ValueError):
-    """A text is not the name of a model on a hub; the message says how to correct it."""
+    """A text is not the name of a model on a hub. The error's message says which form is
+    expected."""
 
 
 class HubName(Struct, frozen=True):

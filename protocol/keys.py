@@ -1,4 +1,4 @@
-"""The key files, which determine who may connect to a broker.
+"""Key files. They determine which clients and workers may connect to a broker.
 
 The broker and each of its clients and workers have a key pair of CURVE (curve25519,
 http://curvezmq.org). A *key file* contains the pair of one holder and the public key of the broker.
@@ -12,7 +12,7 @@ public key that may connect:
     workers/NAME.toml          a worker's public key
 
 All files have mode 0600. A file in ``clients/`` or ``workers/`` is replaced as a whole, so that the
-broker never reads a part of it. A key file is never overwritten.
+broker never reads half of a file. A key file is never overwritten.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class KeyPair(Struct, frozen=True):
 
 
 class OwnKey(Struct, frozen=True, kw_only=True):
-    """The content of a key file: a holder's pair, and the broker's public key, by which the holder
-    identifies the broker."""
+    """The content of a key file: the key pair of a holder, and the broker's public key. The holder
+    checks that the broker has this key."""
 
     name: str
     role: Literal["client", "worker", "broker"]
@@ -68,7 +68,7 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> OwnKey:
-        """The key of a file. Raises KeyFault if the file is not a valid key file, or if other users
+        """Reads a key file. Raises KeyFault if the file is not a valid key file, or if other users
         may read it."""
         try:
             mode = path.stat().st_mode
@@ -100,11 +100,11 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The quotas of a tenant. If a quota is None, the tenant has no such quota; only the general
-    bounds of the broker and the workers apply."""
+    """The quotas of a tenant. If a quota is None, only the general bounds of the broker and the
+    workers apply."""
 
     streams: Bound | None = None
-    """Maximum number of live streams of all sessions of the tenant together."""
+    """Maximum number of live streams, in all sessions of the tenant together."""
     tokens_per_minute: Bound | None = None
     """Maximum number of generated tokens in a minute."""
     upload_bytes: Bound | None = None
@@ -114,8 +114,8 @@ class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sandbox_ms_per_minute: Bound | None = None
     """Maximum CPU time of the tenant's controllers in a minute, in milliseconds."""
     max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
-    """The highest priority that the tenant's requests may have; None stands for 0, or for 100 if
-    the tenant is an operator."""
+    """The highest priority that the tenant's requests may have. None stands for 100 if the tenant
+    is an operator, otherwise for 0."""
 
 
 class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
@@ -138,9 +138,9 @@ class KeyFolder:
 
     @classmethod
     def of(cls, settings: Settings) -> KeyFolder | None:
-        """The key folder of these settings; None if the setting ``keys`` is empty and the run
-        directory has no key folder. Raises KeyFault if the folder of the setting does not contain
-        the broker's key."""
+        """The key folder of these settings. None if the setting ``keys`` is empty and the run
+        directory does not have a key folder. Raises KeyFault if the setting names a folder that
+        does not contain the broker's key."""
         folder = cls(settings.keys_folder)
         if (folder.path / BROKER).exists():
             return folder
@@ -157,15 +157,15 @@ class KeyFolder:
         return OwnKey.read(self.path / BROKER)
 
     def make(self, new_pair: Callable[[], KeyPair]) -> bool:
-        """Creates the folder with the keys of this machine, unless it exists; returns whether it
-        was created.
+        """Creates the folder with the keys of this machine, unless the folder exists. Returns
+        whether the folder was created.
 
         Raises KeyFault if the folder or a file cannot be written.
         """
         if (self.path / BROKER).exists():
             return False
         try:
-            # The parent folder, such as a run directory, may not exist yet. It is then created with
+            # If the parent folder, such as a run directory, does not exist yet, it is created with
             # access for this user only.
             for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,7 +181,8 @@ class KeyFolder:
                 self.own(role).unlink()  # An earlier call may have failed and left this file.
             key.write(self.own(role))
             self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
-        # This file is written last, because the folder counts as complete when the file exists.
+        # The broker's key is written last, because the folder counts as complete when this file
+        # exists.
         broker.write(self.path / BROKER)
         return True
 
@@ -192,8 +193,8 @@ class KeyFolder:
         return OwnKey(name=name, role=role, public=pair.public, secret=pair.secret, broker=broker)
 
     def allow(self, role: Role, name: str, allowed: Allowed) -> None:
-        """Lets a public key connect as a client or as a worker; replaces the earlier entry of the
-        name.
+        """Allows a public key to connect as a client or as a worker, under this name. Replaces an
+        earlier entry of the name.
 
         Raises KeyFault if another name has this key, because a key belongs to one holder in one
         role.
@@ -226,8 +227,8 @@ class KeyFolder:
     def allowed(self, role: Role, faults: list[KeyFault] | None = None) -> dict[str, Allowed]:
         """The keys that may connect in a role, by name.
 
-        Raises KeyFault for a file that is not valid. If ``faults`` is given, the error is added to
-        ``faults`` instead, and the returned keys do not include the key of this file.
+        Raises KeyFault if a file is not valid. If ``faults`` is given, adds the error to ``faults``
+        instead, and leaves out the key of this file.
         """
         found = {}
         for path in sorted(self._folder(role).glob("*.toml")):
@@ -240,8 +241,8 @@ class KeyFolder:
         return found
 
     def folders(self) -> list[Path]:
-        """The folders whose modification times change when ``allow`` or ``revoke`` changes a
-        file."""
+        """The folders of allowed keys. Their modification times change when ``allow`` or ``revoke``
+        changes a file."""
         return [self._folder(role) for role in ROLES]
 
     def _folder(self, role: Role) -> Path:
@@ -267,8 +268,8 @@ class KeyFolder:
 
 
 def own_key(settings: Settings, role: Role) -> OwnKey | None:
-    """The key with which a program connects: the key file of the setting ``key``, or, if the
-    setting is empty, this machine's key file.
+    """The key with which a program connects. It is in the key file of the setting ``key`` or, if
+    the setting is empty, in this machine's key file.
 
     None if the setting is empty and this machine has no key file; the program then connects without
     a key. Raises KeyFault if the key file cannot be used.
@@ -284,7 +285,7 @@ def check_name(name: str) -> None:
     if NAME.fullmatch(name) is None:
         raise KeyFault(
             f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and "
-            "'-', of which the first is a letter or a digit"
+            "'-'; the first must be a letter or a digit"
         )
 
 

@@ -1,10 +1,10 @@
 """The line codec. Each message is one line, ``<TYPE> <JSON>``, as in LMTP.
 
-Clients over WebSocket, clients over standard input and output, and in-process clients use lines. A
-line has no attachments; the fields of its body replace them (token ids as a list, a module as
-base64). ``line_frames`` and ``frames_line`` convert between lines and frames; they decode only the
-bodies of ``HELLO`` and ``UPLOAD``. On a WebSocket, which also has binary messages,
-``frames_binary`` encodes the messages to a client that asks for tokens in columns.
+Clients over WebSocket, over standard input and output, and in one process use lines. A line does
+not have attachments. Fields of the body replace them: token ids are a list, a module is base64.
+``line_frames`` and ``frames_line`` convert between lines and frames, and decode only the bodies of
+``HELLO`` and ``UPLOAD``. A WebSocket can also carry binary messages. For a client that requests
+tokens in columns, ``frames_binary`` encodes the broker's messages as binary messages.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 
 
 def line_frames(line: str, binary: bool = False) -> Frames:
-    """The frames of a client's line, for the broker, which decodes and checks the body.
+    """Converts a client's line to frames. The broker will decode and check the body.
 
-    Answers have to be text, so JSON becomes the only encoding of a ``HELLO``. If ``binary`` is
-    true, a ``HELLO`` with the capability ``columns`` keeps its encodings. The module in an
-    ``UPLOAD`` becomes an attachment. Raises RequestError if the line has no type, its body is not
-    JSON, or its ``HELLO`` is not valid or does not accept JSON.
+    Answers to lines are text, so the frames of a ``HELLO`` name JSON as the only encoding. If
+    ``binary`` is true, a ``HELLO`` with the capability ``columns`` keeps its encodings. The module
+    in an ``UPLOAD`` becomes an attachment. Raises RequestError if the line does not have a type, if
+    its body is not JSON, or if a ``HELLO`` is not valid or does not accept JSON.
     """
     message_type, body = split_line(line)
     if message_type == b"HELLO":
@@ -72,15 +72,15 @@ def frames_line(frames: Sequence[bytes]) -> str:
 
 
 def frames_binary(frames: Sequence[bytes]) -> bytes:
-    """A message from the broker to a client whose encoding is msgpack, as one binary message: the
-    type, a space, and the bodies. The bodies need no separator, because a decoder of msgpack finds
-    the end of each body."""
+    """Encodes the broker's message to a client with msgpack as one binary message: the type, a
+    space, and the bodies. The bodies need no separator, because a decoder of msgpack finds the end
+    of each body."""
     return b"%b %b" % (frames[0], b"".join(frames[1:]))
 
 
 def error_line(error: TokenbusError, line: str) -> str:
-    """The line of the ``ERROR`` that answers a line, if the line is refused before it is sent to
-    the broker."""
+    """The line of an ``ERROR`` that answers ``line``, a client's line that was refused before it
+    was sent to the broker."""
     message_type = line.strip().partition(" ")[0].encode("utf-8", "replace")
     return encode_line(Message(b"ERROR", error_body(error, None, message_type)))
 
@@ -104,7 +104,8 @@ def _attached_module(body: bytes) -> list[bytes]:
     try:
         upload: Upload = decode_as(Upload, body, "json")
     except RequestError:
-        # The body is passed on unchanged, and the broker's answer reports the error.
+        # The body is not valid. It is passed on unchanged, so that the broker answers with the
+        # error.
         return [body]
     if upload.data is None:
         return [body]

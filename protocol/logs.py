@@ -1,9 +1,9 @@
 """Sets up the logs of all processes. Each record is one line; in the format ``human``, a traceback
 may follow.
 
-A record about a request has ``extra=about(number)``, with the number that the broker has assigned
+A log call about a request has ``extra=about(number)``, with the number that the broker has assigned
 to the request. If the client has given the request an id (``x-request-id`` of HTTP, or a trace),
-the lines about the request contain this id in every process.
+all lines about the request contain this id, in every process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
 """Characters that would begin another line, or control the terminal on which a line is shown."""
 
 task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
-"""Request id and trace id of the HTTP request that the current task handles, in a gateway."""
+"""In a gateway: the request id and the trace id of the HTTP request that the current task
+handles."""
 
 _ids: dict[int, tuple[str, str]] = {}
-"""The client's request id and trace id, by the broker's number of the request. Only live requests
-of this process that have such an id are listed."""
+"""The client's request id and trace id, by the broker's number of the request. Contains only live
+requests of this process that have such an id."""
 
 
 def set_up(settings: Settings, process: str) -> None:
@@ -47,8 +48,8 @@ def set_up(settings: Settings, process: str) -> None:
 
 
 def take_over(*packages: str) -> None:
-    """Routes the log records of imported packages to this set-up, if the packages have installed
-    their own handlers."""
+    """Removes the handlers that imported packages have installed, so that the packages' records are
+    logged as ``set_up`` says."""
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in packages:
             logger = logging.getLogger(name)
@@ -63,8 +64,8 @@ def about(request: int) -> dict[str, int]:
 
 
 def begin(request: int, request_id: str, trace: str) -> None:
-    """Stores the ids for the request's log lines: the trace id of ``trace`` (a ``traceparent``),
-    and ``request_id`` or else the trace id."""
+    """Stores the ids for the request's log lines. The trace id is that of ``trace`` (a
+    ``traceparent``). The request id is ``request_id`` or, if this is empty, the trace id."""
     if request_id or trace:
         trace_id = trace.split("-")[1] if trace.count("-") >= 3 else ""
         _ids[request] = (request_id or trace_id, trace_id)

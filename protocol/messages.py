@@ -1,8 +1,8 @@
 """The messages between a client and the broker, one struct each.
 
 The body of each message type (``GENERATE``) is one of these structs, as JSON or msgpack. Unknown
-fields are ignored. Source: LMTP (the language model transport protocol of LMQL), including its
-"future work": text mode, buffers, system messages, errors and retries.
+fields are ignored. Source: LMTP (the language model transport protocol of LMQL), including the
+features that LMTP lists as "future work": text mode, buffers, system messages, errors and retries.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAX_TIMEOUT_S = 86_400.0
 MAX_FOLDER = 4096
 """Maximum number of characters of the path of a folder."""
 WEIGHTS_PART_BYTES = 2**20
-"""Maximum number of bytes of a part of a model's weights. Copying a part takes about 0.3 ms, and
-sending it takes about 1 ms on a network of 10 Gbit/s. The tokens of a step wait for at most one
-part of a transfer."""
+"""Maximum number of bytes of a part of a model's weights. The tokens of a step wait for at most one
+part. Copying a part takes about 0.3 ms, and sending it takes about 1 ms on a network of 10
+Gbit/s."""
 
 MAX_STREAM_ID = 0x7FFF_FFFF_FFFF_FFFF
 StreamId = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
@@ -45,8 +45,8 @@ Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Pause = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
 """Seconds to wait before another try."""
 Period = Annotated[float, Meta(ge=0.001, le=MAX_TIMEOUT_S)]
-"""An interval between messages, or a time without messages, in seconds. An interval below 0.001
-would keep a process busy."""
+"""An interval between messages, or a time without messages, in seconds. A shorter interval than
+0.001 would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
 """The form of the names that tool workers register."""
@@ -63,8 +63,8 @@ ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended.
 
 - ``complete``: the text fulfils the whole constraint
-- ``closed``: the text fulfils the whole constraint because a completion was appended before
-  ``max_tokens``
+- ``closed``: the text fulfils the whole constraint, because the worker appended a completion before
+  ``max_tokens`` was reached
 - ``cut``: the text ended before it fulfilled the constraint
 """
 Sha256 = Annotated[str, Meta(max_length=64)]
@@ -85,8 +85,8 @@ RequestId = Annotated[str, Meta(max_length=128)]
 class Hello(Struct, kw_only=True, omit_defaults=True):
     """``HELLO``: opens a session, or takes one over on a new connection.
 
-    A client that does not send HELLO has an anonymous session in JSON, which ends with its
-    connection.
+    A client that does not send HELLO has an anonymous session, whose encoding is JSON. The session
+    ends with the client's connection.
     """
 
     versions: Annotated[tuple[int, ...], Meta(max_length=MAX_NAMES)] = (PROTOCOL_VERSION,)
@@ -94,21 +94,22 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """The encodings that the client accepts, in order of preference. The broker uses the first one
     that it supports."""
     session: Annotated[str, Meta(max_length=256)] | None = None
-    """The token from an earlier ``WELCOME``. The client takes over the session of this token, and
-    must have the key with which the session began."""
+    """The token from an earlier ``WELCOME``. The client takes over the session of this token. It
+    must connect with the same key as the client that began the session."""
     begin: bool = False
-    """Begin a session with the token in ``session``, unless the broker has a session with this
-    token under any key. With this flag, the token is a secret of 32 hexadecimal digits that the
-    client has chosen."""
+    """Begin a new session whose token is ``session``. The client has chosen this token: a secret of
+    32 hexadecimal digits. Has no effect if a session with this token exists already, even if it
+    belongs to another key."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
     buffers again."""
     keep_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds for which the session and its streams continue without a connection, for example
-    while a program waits for the next input of a user who has left. The broker's setting
-    ``max_keep_s`` bounds this time. The default is the broker's setting ``session_grace_s``. Over a
-    gateway, only an API key with its own tenant may set this field; otherwise it has no effect."""
+    """If the client's connection is lost, the session and its streams continue for at least this
+    number of seconds. For example, a program can wait for the next input of a user who has left.
+    The broker's settings ``session_grace_s`` and ``max_keep_s`` are the lower and the upper bound
+    of this time. Over a gateway, the field has no effect unless the client's API key has its own
+    tenant."""
     client: UserName = ""
     """Name and version of the program, for the operator."""
     capabilities: Annotated[list[GroupName], Meta(max_length=MAX_NAMES)] = []
@@ -130,28 +131,29 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     """Chosen by the client, unique among the live streams of its session."""
     model: ModelName = ""
-    """The name of the model; if empty, the default model. The default model is the one that all
-    workers have as their default. If their defaults differ and the embedded model is one of them,
-    the embedded model is the default model."""
+    """The name of the model; if empty, the default model. Each GPU worker has a default. If all of
+    them have the same default, this is the default model. If their defaults differ, the default
+    model is the embedded model, provided that at least one worker has it as its default."""
     prompt: list[TokenId] | str | None = None
-    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each.
-    Without a prompt and an attachment, the prompt consists of the buffers."""
+    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each. If
+    there is no attachment either, the prompt consists of the buffers."""
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
     """When the stream ends, store the prompt and the tokens of sequence 0 in a buffer of this
     name."""
     text: bool = False
-    """Text mode: each entry with a token also has the text that the token completes."""
+    """Text mode: each entry with a token also has a text. The text has the characters that the
+    token completes."""
     controller: ControllerName | None = None
-    """The controller: the tag or the id of a module, or the name of a built-in constraint or of
-    another controller of the controller workers. The first characters of an id (at least 8) are
-    sufficient."""
+    """The controller: the tag or the id of a module, or the name of a built-in constraint, or the
+    name of a Python controller that the operator serves. The first characters of an id (at least 8)
+    are sufficient."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller. A text is passed unchanged, any other value as JSON."""
     heal_prompt: bool = False
     """Remove the last token of the prompt, and force the first sampled token to begin with the text
-    of the removed token. The text of the stream begins after that text. Only possible without a
+    of the removed token. The text of the stream does not repeat this text. Only possible without a
     controller or with a built-in constraint."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher priorities are served first."""
@@ -159,14 +161,14 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """End the stream, with the finish reason ``timeout``, this many seconds after the request
     arrived."""
     by: UserName = ""
-    """The user who sent the request, if one session serves several users; the requests of the users
-    take turns in the queue."""
+    """The user who sent the request. Only given if one session serves several users. In the queue,
+    the requests of the users take turns."""
     group: GroupName = ""
     """A secret that several sessions of one client have in common, such as the sessions of a
     gateway. In the queue, their requests take turns as if they belonged to one session."""
     inspect: bool = False
-    """Whether TOKEN entries also have ``allowed``, ``cut``, ``bias`` and ``round_us``, which
-    describe the controller's masks, biases and rounds."""
+    """Whether TOKEN entries also have the fields ``allowed``, ``cut``, ``bias`` and ``round_us``.
+    They describe the controller's masks, biases and rounds."""
     trace: TraceParent = ""
     """The ``traceparent`` of the request (W3C Trace Context); workers pass it on unchanged."""
     request_id: RequestId = ""
@@ -175,16 +177,17 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
 
 
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
-    """The name of the controller that a GENERATE runs under; empty if the stream has no controller.
+    """The name of the controller under which a GENERATE runs; empty if the stream has no
+    controller.
 
-    A prompt that is healed needs a controller. If the request does not name a controller, it runs
+    A request with ``heal_prompt`` needs a controller. If it does not name a controller, it runs
     under ``structural``.
     """
     return controller or ("structural" if heal_prompt else "")
 
 
 class Queued(Struct, kw_only=True, omit_defaults=True):
-    """The fields of a GENERATE that SCORE and EMBED also have, with the same meaning."""
+    """Fields that SCORE and EMBED have in common with GENERATE, with the same meaning."""
 
     stream_id: StreamId
     model: ModelName = ""
@@ -219,16 +222,17 @@ class Cancel(Struct, kw_only=True, omit_defaults=True):
 class Attach(Struct, kw_only=True, omit_defaults=True):
     """``ATTACH``: resume a stream of this session.
 
-    The answer is an ``ERROR`` or ``MSG {"attached": …}``, followed by the entries of the stream
-    from number ``attached`` on. The client discards entries that arrive before the answer.
+    The answer is an ``ERROR`` or ``MSG {"attached": …}``. After this ``MSG``, the broker sends the
+    entries of the stream from number ``attached`` on. The client discards entries that arrive
+    before the answer.
     """
 
     stream_id: StreamId
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
     moves: Count = 0
-    """Number of times that the stream has moved to another worker, as far as the client knows: the
-    last ``moves`` that the client has received for the stream."""
+    """The last ``moves`` that the client has received for the stream (in SYSTEM or MSG); 0 if it
+    has not received any."""
 
 
 MAX_INPUT_BYTES = 32_768
@@ -240,11 +244,12 @@ MAX_WAITING_INPUT_BYTES = 262_144
 
 
 class Input(Struct, kw_only=True, omit_defaults=True):
-    """``INPUT``: a text for the program of a running stream of this session.
+    """``INPUT``: a text for the program of a running stream of this session. The program receives
+    it with the call ``receive``.
 
-    The answer is ``MSG {"input": …}`` with the number of the input. An input without an answer is
-    sent again, with the same number; the program receives it once. The stream continues if the
-    input is refused.
+    The answer is ``MSG {"input": …}`` with the number of the input. If no answer arrives, the
+    client sends the input again with the same number. The program receives the input only once. If
+    the input is refused, the stream continues.
     """
 
     stream_id: StreamId
@@ -262,13 +267,13 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
     code: str | None = None
     message: str = ""
     retry_after_s: Pause | None = None
-    """Seconds to wait before the client sends a refused input again; None if the input would be
+    """Seconds to wait before the client sends the refused input again. None if the input would be
     refused again."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
-    """``BUFFER``: store a part of prompts in the session under a name. Requests that use the part
-    have this name in ``buffers``.
+    """``BUFFER``: store a text or token ids in the session under a name. If a request lists this
+    name in ``buffers``, its prompt contains the buffer.
 
     The message has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of
     these, the buffer is deleted.
@@ -289,8 +294,8 @@ class ModelInfoRequest(Struct, kw_only=True, omit_defaults=True):
 class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
     """``TOKENIZER``: the tokenizer of a model; answered by ``MSG {"tokenizer": …}``.
 
-    The answer is ``unsupported`` if the model has no tokenizer in the form of the tokenizers
-    library.
+    If the model does not have a tokenizer in the form of the tokenizers library, the answer is the
+    error ``unsupported``.
     """
 
     stream_id: StreamId
@@ -300,13 +305,13 @@ class ModelTokenizerRequest(Struct, kw_only=True, omit_defaults=True):
 MAX_INPUTS = 256
 """Maximum number of inputs of an EMBED."""
 Pooling = Literal["last", "mean", "first"]
-"""How the states of a text's tokens become one vector: the last token's state, the mean of all
-states, or the first token's state."""
+"""How the hidden states of a text's tokens become one vector: the last token's state, the mean of
+all states, or the first token's state."""
 
 
 class Embed(Queued, kw_only=True, omit_defaults=True):
-    """``EMBED``: one vector for each input, from the states after a model's last layer; answered by
-    ``MSG {"embedded": …}``."""
+    """``EMBED``: one vector for each input, computed from the hidden states after the model's last
+    layer. Answered by ``MSG {"embedded": …}``."""
 
     inputs: Annotated[
         list[Annotated[list[TokenId], Meta(min_length=1)]],
@@ -314,8 +319,8 @@ class Embed(Queued, kw_only=True, omit_defaults=True):
     ]
     """The token ids of each input."""
     pooling: Pooling | None = None
-    """If None, the pooling that the checkpoint names (``1_Pooling/config.json``). If the checkpoint
-    does not name a pooling, ``mean`` for an encoder, and ``last`` for a causal model."""
+    """If None, the checkpoint determines the pooling (``1_Pooling/config.json``). If the checkpoint
+    does not name a pooling, it is ``mean`` for an encoder, and ``last`` for a causal model."""
 
 
 class Embedded(Struct, kw_only=True, omit_defaults=True):
@@ -335,14 +340,16 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     streams: bool = False
     """List the live streams too. The operator receives all streams. A user of a gateway receives
-    the streams of its own session, and any other client the streams of all clients with its key."""
+    the streams of its own session. Any other client receives the streams of all clients with its
+    key."""
     own: bool = False
     """List only the streams of this session, for every kind of client."""
     metrics: bool = False
-    """Include counters and histograms of the broker and of each worker."""
+    """Include the counters and histograms of the broker and of each worker."""
     tools: Annotated[list[Name], Meta(max_length=MAX_DESCRIBED_TOOLS)] = []
-    """Names of tools to describe. The sender receives an error if its programs may not call one of
-    these tools (``not_allowed``), or if no worker serves it (``no_worker``)."""
+    """Names of tools to describe. If the list has a tool that the sender's programs may not call,
+    the answer is the error ``not_allowed``. If it has a tool that no worker serves, the answer is
+    the error ``no_worker``."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -366,8 +373,8 @@ class Upload(Struct, kw_only=True, omit_defaults=True):
     data: bytes | None = None
     tag: Name | None = None
     by: UserName = ""
-    """The person or program that uploads the module, for display. A program that serves several
-    users names the user here."""
+    """The person or program that uploads the module, for display only. A program that serves
+    several users names the user here."""
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True):
@@ -397,7 +404,8 @@ class Tags(Struct, kw_only=True, omit_defaults=True):
 class Delete(Struct, kw_only=True, omit_defaults=True):
     """``DELETE``: delete a tag, or a module with all its tags.
 
-    The answer is ``MSG`` with a ``StoredModule`` as its result, which describes what was deleted.
+    The answer is ``MSG``. Its result is a ``StoredModule`` that describes the deleted tag or
+    module.
     """
 
     stream_id: StreamId
@@ -409,10 +417,11 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     """``DRAIN``: make a worker leave. The worker is not assigned any further requests, and hands
     over its streams if other workers can take them.
 
-    The answer comes when the worker has left: ``MSG`` with ``{"worker": name, "requests": number}``
-    as its result, with the number of requests that the worker had. Only the operator may send
-    DRAIN: a client with the operator's key, or, if the broker has no keys, a client on the broker's
-    machine that is not a gateway.
+    When the worker has left, the answer is a ``MSG`` whose result is
+    ``{"worker": name, "requests": number}``. ``requests`` is the number of requests that the worker
+    had when DRAIN arrived. Only the operator may send DRAIN. The operator is a client with the
+    operator's key. If the broker has no keys, it is any client on the broker's machine except a
+    gateway.
     """
 
     stream_id: StreamId
@@ -431,8 +440,9 @@ class PauseModel(Struct, kw_only=True, omit_defaults=True):
     model: ModelName = ""
     """The name of the model; if empty, the default model."""
     mode: PauseMode = "keep"
-    """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: the
-    workers first complete the live streams. ``abort``: live streams end as ``cancelled``."""
+    """``keep``: live streams stop between two steps, and continue after RESUME. ``wait``: the
+    workers complete the live streams before the pause begins. ``abort``: live streams end as
+    ``cancelled``."""
 
 
 class ResumeModel(Struct, kw_only=True, omit_defaults=True):
@@ -446,13 +456,14 @@ class ResumeModel(Struct, kw_only=True, omit_defaults=True):
 class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """``UPDATE_WEIGHTS``: the workers of a model replace the model's weights while streams run.
 
-    The weights are in ``folder``, or in one safetensors file with ``size`` and ``sha256``. This
-    file is in the shared memory ``shared`` of the workers' machine or, without ``shared``, arrives
-    in the WEIGHTS that follow this message.
+    The weights are in ``folder``, or in one safetensors file with ``size`` and ``sha256``. If
+    ``shared`` is given, the file is in this shared memory of the workers' machine. If neither
+    ``folder`` nor ``shared`` is given, the client sends the file in WEIGHTS messages after this
+    message.
 
-    Each worker first reads and checks the new weights. If all of these checks succeed, each worker
-    replaces its weights between two steps. Otherwise the answer is an ``ERROR``, and no worker has
-    changed its weights.
+    Each worker first reads and checks the new weights. If the checks of all workers succeed, each
+    worker replaces its weights between two steps. If a check fails, the answer is an ``ERROR``, and
+    no worker changes its weights.
     """
 
     stream_id: StreamId
@@ -475,20 +486,22 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """``recompute``: the KV cache of live streams is computed again. ``keep``: live streams keep
     their KV cache, and their spans have ``kept_cache``."""
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] = 600.0
-    """Seconds after which the broker gives up the update if a worker has not read the weights."""
+    """The broker gives up the update if a worker has not read the weights after this number of
+    seconds."""
 
 
 class SendWeights(Struct, kw_only=True, omit_defaults=True):
     """``WEIGHTS``: the next part of the file of an UPDATE_WEIGHTS. The bytes are attachment 0.
 
-    The answer, a ``MSG`` with ``{"sent": number}`` as its result, comes when the broker has passed
-    the part to all workers that read the weights. ``sent`` is the number of bytes that were passed
+    When the broker has passed the part to all workers that read the weights, the answer is a
+    ``MSG`` with the result ``{"sent": number}``. ``sent`` is the number of bytes that were passed
     so far. Only the operator may send WEIGHTS.
     """
 
     stream_id: StreamId
     sha256: Sha256
-    """``UpdateWeights.sha256`` of the update, which the same session has sent."""
+    """``sha256`` of the UPDATE_WEIGHTS to which the part belongs. The same session must have sent
+    this UPDATE_WEIGHTS."""
     offset: Count = 0
     """Number of bytes of all earlier parts."""
 
@@ -504,8 +517,8 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
     streams: Count = 0
     """Number of live streams that stopped, were aborted, or continue under the new weights."""
     update_pause_ms: float = 0.0
-    """The longest time, over all workers, for which a worker stopped its steps to replace the
-    weights, in milliseconds."""
+    """Each worker stops its steps while it replaces the weights. This is the longest of these
+    stops, in milliseconds."""
     weights: str = ""
     """``Span.weights`` of the new weights, as the first worker reports it."""
 
@@ -515,8 +528,8 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     ack: Count = 0
-    """The last ``Pong.position`` that the client has received on this connection. The client has
-    also received all messages before that PONG."""
+    """The last ``Pong.position`` that the client has received on this connection. By this, the
+    client confirms that it has received all messages before that PONG."""
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
@@ -524,8 +537,8 @@ class Bye(Struct, kw_only=True, omit_defaults=True):
 
     keep: bool = False
     """Whether only the connection ends, as if it had been lost. A session that began with ``HELLO``
-    can then be taken over, and an anonymous session ends. Programs that carry other clients'
-    connections set this flag."""
+    can then be taken over, but an anonymous session ends. Programs that pass on the connections of
+    other clients, such as gateways, set this flag."""
 
 
 # --- broker to client ---------------------------------------------------------------------------
@@ -543,19 +556,21 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     then wait for ``ATTACH``."""
     streams: list[StreamId] = []
     """The streams of a session that was taken over: the live streams, and the streams whose end the
-    client has not acknowledged. If ``recovering``, the streams that are known so far."""
+    client has not acknowledged. If ``recovering`` is true, workers may report more streams
+    later."""
     recovering: bool = False
-    """Whether the broker was restarted and does not know the session yet. Workers may still report
-    its streams: an ``ATTACH`` is answered when a worker reports the stream, or with
-    ``unknown_stream`` when the time for reports is over. Buffers are lost."""
+    """Whether the session comes from an earlier run of the broker, or from another broker. Workers
+    may then still report its streams. When a worker reports a stream, the broker answers the
+    stream's ``ATTACH``. If no worker has reported the stream when the time for reports is over, the
+    answer is ``unknown_stream``. Buffers are lost."""
     server: str = ""
     capabilities: list[str] = []
     ping_s: Period = 2.0
     """Interval at which the client sends PING, in seconds."""
     expiry_s: Period = 10.0
-    """Seconds without a message from the client after which the broker treats the connection as
-    lost. The session and its streams end some time later, unless the client resumes the session.
-    Applies to clients with the capability ``ping``."""
+    """If a client with the capability ``ping`` does not send a message for this number of seconds,
+    the broker treats the connection as lost. The session and its streams end some time later,
+    unless the client resumes the session."""
     max_body_bytes: int = MAX_BODY_BYTES
 
 
@@ -567,9 +582,9 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     If the hashes are equal, the weights are equal. With a LoRA adapter, ``+NAME@HASH`` follows: the
     name and the hash of the adapter."""
     exact: str = ""
-    """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
-    log-probabilities do not depend on the batch; otherwise empty. If this field is not empty,
-    equal sequences get equal bits in spans with equal fields."""
+    """The arithmetic of the forwards, such as ``AVX512``. Empty if the bits of logits and
+    log-probabilities depend on the batch. If this field is not empty, and two spans have equal
+    fields, equal sequences have equal bits in both spans."""
     version: WeightsVersion = 0
     """The version number that the last UPDATE_WEIGHTS gave to the weights; 0 if there was no
     UPDATE_WEIGHTS."""
@@ -581,7 +596,7 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
 class Token(Struct, kw_only=True, omit_defaults=True):
     """An entry of ``TOKEN``, whose body is a list of entries, or columns (``columns.py``).
 
-    The first four fields, and ``top_logprobs`` of a generation, are LMTP's, and always present.
+    The first four fields, and ``top_logprobs`` of a GENERATE, are LMTP's. They are always present.
     """
 
     token: int | None
@@ -591,16 +606,16 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Natural log-probability under the model's own distribution, before bias and temperature."""
     finish_reason: FinishReason | None
     top_logprobs: dict[int, float] | UnsetType = UNSET
-    """Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE
-    has them only if the SCORE asks for them."""
+    """Log-probabilities of the most likely tokens and of this token, by id. Entries of a SCORE have
+    them only if the SCORE requests them."""
     processed: float | UnsetType = UNSET
     """With ``processed_logprobs``: the natural log-probability under the distribution that the
-    token was drawn from (after bias, penalties, mask and temperature, among the candidates that
-    ``top_k``, ``top_p`` and ``min_p`` left). 0 for a greedy token."""
+    token was drawn from, after bias, penalties, mask, temperature, ``top_k``, ``top_p`` and
+    ``min_p``. 0 for a greedy token."""
     kept: int | list[int] | UnsetType = UNSET
-    """With ``Sampling.kept``: the ids of the candidates that the token was drawn from, ascending.
-    If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, this is the
-    number of candidates."""
+    """With ``Sampling.kept``: the ids of the candidates that the token was drawn from, in ascending
+    order. If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, this
+    is their number."""
     pos: int = 0
     """Position of the token in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -635,10 +650,10 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     a sequence, in its first entry from another worker, and in its first entry after an update of
     the weights."""
     exact: bool | None = None
-    """In the last entry of a sequence: whether each step of its stream so far was exact with the
-    same arithmetic (``Span.exact``), including the steps at earlier workers of the stream. The bits
-    of the sequence's logits and log-probabilities then do not depend on batches, chunks, drafts,
-    forks and moves."""
+    """In the last entry of a sequence: whether all steps of the stream so far were exact, with the
+    same arithmetic (``Span.exact``). Steps at earlier workers count too. If true, the bits of the
+    sequence's logits and log-probabilities do not depend on batches, chunks, drafts, forks and
+    moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
@@ -648,7 +663,7 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """In the last entry of a sequence under a built-in constraint: how its text ended."""
     allowed: int | UnsetType = UNSET
     """``inspect``: how many tokens the mask and the controller's bias allowed at this position;
-    absent without a mask and a bias."""
+    absent if the controller gave neither."""
     cut: list[int] = []
     """``inspect``: the most likely tokens that the mask and the bias forbade, the likeliest
     first."""
@@ -658,20 +673,20 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """``inspect``: the controller's bias of the most likely tokens, and of this token. Tokens with
     a bias of 0, and forbidden tokens, are left out."""
     distribution: Distribution | None = None
-    """The answer to the controller's ``Query`` about this token, for replays of the controller. An
-    entry without a token answers the action ``look``."""
+    """The answer to the controller's ``Query`` about this token. It is in the stream for replays of
+    the controller. In an entry without a token, it answers the action ``look``."""
     wakes: int = 0
-    """How often the sequence was woken from suspension since its last sampled token, for replays of
-    the controller."""
+    """How often the sequence was woken from suspension since its last sampled token. Replays of the
+    controller need this number."""
     scores: Scores = []
-    """The scores of the texts that the program of the stream has scored as continuations of the
-    sequence, for replays of the controller."""
+    """The program of the stream has scored texts as continuations of the sequence. These are their
+    scores. They are in the stream for replays of the controller."""
 
     @property
     def is_report(self) -> bool:
-        """Whether the entry only has messages, logs or writes of a program, or reports that the
-        program waits. Reports are not counted as entries, because another attempt may distribute
-        the same messages over other entries."""
+        """Whether the entry is a report. A report has only messages, logs or writes of a program,
+        or says that the program waits. Reports are not counted as entries: if another worker runs
+        the request again, it may send the same messages in more or in fewer entries."""
         changes = self.token is not None or self.backtrack or self.prompt or self.is_input
         return not changes and self.parent is None and self.finish_reason is None
 
@@ -685,15 +700,15 @@ class Token(Struct, kw_only=True, omit_defaults=True):
 
 class Quantized(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
-    worker measured the loss on a text of its own when it loaded the model."""
+    worker measured the loss on a fixed text when it loaded the model."""
 
     kind: str
     """``int8`` or ``int4``."""
     saved_bytes: int
     """The memory that the weights no longer take, in bytes."""
     divergence: float
-    """The mean Kullback-Leibler divergence of the next token's distribution from the distribution
-    before the quantization, in nats."""
+    """The mean Kullback-Leibler divergence between the distributions of the next token before and
+    after the quantization, in nats."""
     perplexity: float
     """The perplexity of the text."""
     perplexity_before: float
@@ -709,7 +724,7 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     graphs: int = 0
     """Number of batch sizes that have a CUDA graph."""
     fallbacks: list[str] = []
-    """The fast paths that the device supports and the worker does not use, each with the reason;
+    """The fast paths that the device supports but the worker does not use, each with the reason;
     empty on a CPU."""
     exact: bool = False
     """Whether the logits and log-probabilities of a sequence have the same bits in every batch."""
@@ -733,15 +748,15 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     context_length: int
     eos_token_ids: list[int]
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints convert a
-    text to the same tokens."""
+    """SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints tokenize a text in
+    the same way."""
     architecture: str = ""
     parameters: int = 0
     dtype: str = ""
     device: str = ""
     sampling: int = 1
-    """The version of the sampling algorithm. Workers with different versions draw different tokens
-    from equal seeds."""
+    """The version of the sampling algorithm. Workers with different versions may draw different
+    tokens from equal seeds."""
     path: ForwardPath = field(default_factory=ForwardPath)
     parent: str = ""
     """For a LoRA adapter: the name of the model that it adapts. Otherwise empty."""
@@ -755,8 +770,8 @@ class Tagged(Struct, kw_only=True, omit_defaults=True):
     at: float = 0.0
     """When the tag was last assigned, in seconds since 1970."""
     by: str = ""
-    """The name of the user who assigned the tag (``by`` of the request), or else of the tenant;
-    empty if neither has a name."""
+    """The name of the user who assigned the tag (``by`` of the request), or else the name of the
+    tenant; empty if neither has a name."""
 
 
 class StoredModule(Struct, kw_only=True, omit_defaults=True):
@@ -770,7 +785,7 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     uploaded: float = 0.0
     """When the module was uploaded, in seconds since 1970."""
     abi: str = ""
-    """The interface that the module implements, ``native`` or ``aici``; for a script, its
+    """The interface that the module implements: ``native`` or ``aici``. For a script: its
     language."""
     forks: bool = True
     """Whether the sequences that the module steers may fork."""
@@ -812,7 +827,7 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     age_s: float
     """Seconds since the request arrived."""
     client: str = ""
-    """The name of the client's program, from its ``HELLO``."""
+    """The name of the client's program (``Hello.client``)."""
     model: str = ""
     worker: str = ""
     controller: str = ""
@@ -826,7 +841,7 @@ class Tool(Struct, kw_only=True, omit_defaults=True):
     name: Name
     description: str = ""
     parameters: dict[str, Any] = {}
-    """The JSON schema of the function's arguments, which are the members of an object."""
+    """The JSON schema of the function's arguments. The arguments are an object."""
     timeout_s: Period = 30.0
     """Maximum time from the arrival of a call to its answer, in seconds."""
 
@@ -887,10 +902,11 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
-    """Answers an ``ATTACH``: the number of the first entry that follows, usually ``received``. It
-    is 0 if the valid copy of the stream is not the copy from which the client has received entries.
-    The client then discards the entries that it has, by their sequences: the order of sequences may
-    differ."""
+    """Answers an ``ATTACH``: the number of the first entry that follows. This is usually
+    ``Attach.received``. It is 0 if two workers had copies of the stream, and the client has
+    received the entries of the copy that is no longer valid. The two copies may order the entries
+    of different sequences differently. So the client discards the first entries of each sequence,
+    as many as it has already received."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
@@ -934,9 +950,9 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     code: str
     message: str
     stream_id: StreamId | None = None
-    """The stream that was ended; None if the error does not concern a stream, or if the message's
-    ``stream_id`` could not be read. With ``duplicate_stream``, the new request was ended, and the
-    earlier stream of this id continues."""
+    """The stream that this error ends. None if the error does not concern a stream, or if the
+    message's ``stream_id`` could not be read. With ``duplicate_stream``, only the new request ends,
+    and the earlier stream with this id continues."""
     path: str | None = None
     """The path of the invalid field, such as ``$.max_tokens``."""
     retry_after_s: Pause | None = None
@@ -950,12 +966,11 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session that began with ``HELLO``. If false, for
-    example because the broker was restarted or the session has expired, the client sends ``HELLO``
-    again."""
+    """Whether this connection has a session that began with ``HELLO``. If false, the client sends
+    ``HELLO`` again. For example, the broker was restarted, or the session has expired."""
     position: Count = 0
     """For a client with the capability ``ack``: the number of ends of requests that were sent on
-    this connection."""
+    this connection so far."""
 
 
 CLIENT_MESSAGES: dict[bytes, Any] = {
@@ -987,7 +1002,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
 OPERATOR_MESSAGES = frozenset({b"DRAIN", b"PAUSE", b"RESUME", b"UPDATE_WEIGHTS", b"WEIGHTS"})
 """Messages that only the operator may send."""
 CARRIES_USERS = "gateway"
-"""The capability of a client that carries messages of other users."""
+"""The capability of a client that passes on messages of other users."""
 
 SERVER_MESSAGES: dict[bytes, Any] = {
     b"WELCOME": Welcome,

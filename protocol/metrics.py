@@ -1,8 +1,8 @@
-"""The metrics of processes: series of numbers and histograms, in the form in which STATUS reports
-them.
+"""The metrics of processes: series of numbers and histograms, in the form of the answer to STATUS.
 
 Workers count events, and send the totals with their heartbeats. The broker stores the last totals
-of each worker. So every gateway reports the same numbers, which count the requests of all clients.
+of each worker. All gateways request them from the broker, so all of them report the same numbers,
+for the requests of all clients.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Upper bounds of a histogram of the number of tokens in a step."""
 
 OTHER = "other"
-"""When a label has its maximum number of different values, all further values are counted under
-this value."""
+"""When a label has its maximum number of different values, events with further values are counted
+under this value."""
 
 
 class Histogram(Struct):
-    """Observations by size: ``counts[i]`` is the number of values above ``bounds[i - 1]`` and up to
-    ``bounds[i]``. The last count is the number of values above all bounds."""
+    """Numbers of observed values by size. ``counts[i]`` is the number of values above
+    ``bounds[i - 1]`` and up to ``bounds[i]``. The last count is the number of values above all
+    bounds."""
 
     bounds: Sequence[float]
     counts: list[int]
@@ -58,13 +59,13 @@ class Histogram(Struct):
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts ``times`` observations of the same value."""
+        """Counts a value that was observed ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 class Series(Struct):
-    """A named number or histogram with labels. ``value`` has no meaning if the series has a
+    """A number or a histogram, with a name and labels. ``value`` has no meaning if the series has a
     histogram."""
 
     name: str

@@ -17,7 +17,7 @@ class AdapterNameError(ValueError):
 
 def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
     """The folders of LoRA adapters by name, from entries ``NAME=FOLDER``. Raises AdapterNameError
-    for an entry that is not valid, or if the setting ``model`` does not allow adapters."""
+    if an entry is not valid, or if the setting ``model`` is ``auto``."""
     found: dict[str, str] = {}
     for entry in entries:
         name, _, folder = (part.strip() for part in entry.partition("="))
@@ -34,9 +34,10 @@ def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
 class Aliases:
     """Names that stand for models.
 
-    An entry is ``NAME``, for the default model, or ``NAME=MODEL``. The NAME may be a pattern with
-    ``*`` and ``?``. If no entry has exactly the requested name, the first entry whose pattern
-    matches applies. A requested name that is the MODEL of an entry is not replaced.
+    An entry is ``NAME``, which stands for the default model, or ``NAME=MODEL``. The NAME may be a
+    pattern with ``*`` and ``?``. If an entry has exactly the requested name, this entry applies. If
+    no entry has the name, the first entry whose pattern matches applies. A requested name that is
+    the MODEL of an entry is not replaced, unless an entry has exactly this name.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:

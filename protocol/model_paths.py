@@ -1,4 +1,4 @@
-"""Checks a file or a folder that is to contain a model."""
+"""Checks whether a file or a folder can contain a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CONFIG = "config.json"
 
 
 def path_fault(text: str) -> str | None:
-    """The reason why a worker cannot load a model from a path; None if no reason is found."""
+    """The reason why a worker cannot load a model from a path; None if the path passes all
+    checks."""
     try:
         return _fault(Path(text), text)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Measures the recent rate of an event. From this rate, the broker estimates how long a request
-waits in a queue, and when a refused client should try again."""
+"""Measures the recent rate of events. From this rate, the broker estimates how long a request waits
+in a queue, and when a refused client should try again."""
 
 from __future__ import annotations
 
 RETRY_AFTER_S = 1.0
 """Seconds until a client should try again if the rate is not known."""
 MEMORY = 16
-"""Approximate number of past bursts in the average. An older burst has a smaller weight."""
+"""Approximate number of bursts (``Pace``) in the average. Older bursts have smaller weights."""
 MIN_TIMES = 4
 """The rate is unknown until events have happened at this number of different times."""
 BOUNDS_S = (0.1, 60.0)
@@ -31,7 +31,7 @@ class Pace:
         self._number = 0.0
         self._gap_s = 0.0
         self._due = 0.0
-        """The time at which the client that was refused last should try again."""
+        """The time at which the last refused client should try again."""
 
     def note(self, now: float) -> None:
         """Records an event."""
@@ -53,11 +53,11 @@ class Pace:
         return self._number / (self._gap_s + longer_s / min(self._times, MEMORY))
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds after which a refused client should try again, if each event makes room for one
-        client.
+        """Seconds after which a refused client should try again. Each event is assumed to make room
+        for one client.
 
-        Each refused client gets a later time than the client that was refused before it, up to the
-        longest time of ``BOUNDS_S``. So the clients do not all try again at the same time.
+        Each refused client gets a later time than the previous one, up to the longest time of
+        ``BOUNDS_S``. So the clients do not all try again at the same time.
         """
         rate = self.per_s(now)
         if rate is None:

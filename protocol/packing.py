@@ -1,14 +1,14 @@
-"""Packs the small frames of a message between the broker and a worker into one frame of the socket.
+"""Packs the small frames of a message between the broker and a worker into one ZeroMQ frame.
 
 Receiving a frame from a socket takes longer than the broker's other work for the frame. So the
-frames ``[TYPE][header][body][attachment…]`` of a message are sent packed::
+frames ``[TYPE][header][body][attachment…]`` of a message are sent in this form::
 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
 Numbers are little-endian. The packed frame contains the first ``count`` frames of the message, at
-least one, directly after each other. The last of these frames has no entry in the sizes, because it
-ends where the packed frame ends. The first large frame of the message, and all frames after it, are
-sent separately and not copied.
+least one, directly after each other. The size of the last of these frames is left out, because this
+frame ends where the packed frame ends. The first large frame of the message and all frames after it
+are sent separately, and are not copied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .errors import Code, RequestError
 from .frames import Frames
 
 PACKING_VERSION = 2
-"""The version of this layout. Version 1 did not pack frames: a message began with a letter of its
-type."""
+"""The version of this layout. In version 1, frames were not packed, and a message began with the
+first letter of its type."""
 MAX_PACKED_BYTES = 2**16
-"""Maximum number of bytes of a frame that is packed with others. The first frame with more bytes,
-and all frames after it, are sent separately. The type is always packed."""
+"""Maximum number of bytes of a packed frame. The first frame with more bytes and all frames after
+it are sent separately. The type is always packed."""
 MAX_PACKED = 2**16 - 1
 """Maximum number of a message's frames that are packed into one frame."""
 
@@ -62,8 +62,9 @@ _CLIENT_FRAMES = 2
 def unpack(received: Frames) -> Frames:
     """The frames of a message. ``received``: the frames from the socket, at least one.
 
-    Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` if the sizes
-    do not match the frame, or for a message between a broker and its clients.
+    Raises RequestError. The code is ``unsupported_version`` for another version of the layout. It
+    is ``bad_message`` if the sizes do not match the frame, or if the message is one between a
+    broker and its clients.
     """
     packed = received[0]
     if len(packed) >= _THREE_SIZE and len(received) == 1:

@@ -1,9 +1,9 @@
-"""Computes the keys of pages. Pages are the units in which workers report the content of their KV
-caches, and in which the broker looks up prompts.
+"""Computes the keys of pages. A page is 256 tokens of a prompt. Workers report the content of their
+KV caches in pages, and the broker looks up prompts by pages.
 
-The key of a page is a hash of its content, of all content before it, and of the model. A worker's
-blocks may be smaller than a page. A worker counts as having a page while its KV cache has the
-page's last block.
+The key of a page is a hash of its content, of all content before it in the prompt, and of the
+model. The blocks of a KV cache may be smaller than a page. As long as a KV cache has the last block
+of a page, the page counts as cached.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 PAGE_TOKENS = 256
-"""Tokens in a page: a multiple of the block sizes of the KV caches, 16 and 256."""
+"""Tokens in a page. The block size of each KV cache divides this number."""
 PAGE_BYTES = 4 * PAGE_TOKENS
-"""Bytes of a page of token ids, which are little-endian u32. A page of text has the same number of
-bytes, because a token has about 4 bytes of text."""
+"""Bytes of a page. Each of its token ids is a little-endian u32. A page of text has the same number
+of bytes, because a token stands for about 4 bytes of text."""
 KEY_BYTES = 8
 
 
 def first_key(model: str, kind: str = "tokens") -> bytes:
-    """The argument ``before`` of ``next_key`` for the first page of a prompt, which has no page
-    before it. ``kind``: ``tokens`` or ``text``."""
+    """The argument ``before`` of ``next_key`` for the first page of a prompt. ``kind``: ``tokens``
+    or ``text``."""
     return blake2b(f"{kind}:{model}".encode(), digest_size=KEY_BYTES).digest()
 
 

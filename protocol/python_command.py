@@ -1,4 +1,4 @@
-"""The command and the environment of a Python module that runs in a process of its own."""
+"""The command and the environment with which a Python module runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -13,15 +13,16 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum number of characters of a stop string. The number is bounded because a sequence holds
-back up to this number of characters."""
+"""Maximum number of characters of a stop string. A worker may hold back up to this number of
+characters of a sequence, because they may be the beginning of a stop string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024
-"""Maximum number of candidates of a token that are reported by their ids."""
+"""Maximum number of candidates whose ids an entry reports. If a token had more candidates, the
+entry only reports their number."""
 SAMPLING_VERSION = 3
-"""The version of the sampling algorithm of GPU workers. A change after which equal seeds give other
-tokens increases this number."""
+"""The version of the sampling algorithm of GPU workers. If a change of the algorithm gives other
+tokens for equal seeds, this number increases."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 MAX_QUERY_TOP = 64
 MAX_QUERY_TOKENS = 256
@@ -29,8 +30,8 @@ Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
-    """The sampling parameters of one request. Their names are those of LMTP or, if LMTP does not
-    have the parameter, of vLLM and OpenAI.
+    """The sampling parameters of one request. Parameters of LMTP have LMTP's names. The other
+    parameters have the names of vLLM and OpenAI.
 
     The parameters are applied to a row of logits ``[vocab]`` in this order. First, ``logit_bias``
     is added. Then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits
@@ -47,8 +48,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of tokens to generate, at most ``max_tokens``. Before this number is reached,
     end-of-sequence tokens and token ids of ``stop`` are not sampled, and strings of ``stop`` do not
-    end the sequence. A controller can end the sequence earlier: if its mask allows only tokens that
-    would end the sequence, one of them is sampled."""
+    end the sequence. A controller can still end the sequence: if its mask allows only tokens that
+    end the sequence, one of them is sampled."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
     it."""
@@ -63,15 +64,16 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Keep the tokens whose probability is at least this fraction of the most likely token's
     probability."""
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL)."""
+    """Divides the positive logits, and multiplies the negative logits, of tokens in the prompt or
+    the output (CTRL)."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens that were already generated."""
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
-    """Determines the random numbers, which do not depend on the batch. If the logits of two equal
-    requests with the same seed have the same bits (``Span.exact``), both get the same tokens. If
-    None, the seed is derived from the broker's number of the request."""
+    """Determines the random numbers, which do not depend on the batch. Two equal requests with the
+    same seed get the same tokens if their logits have the same bits (``Span.exact``). If None, the
+    seed is derived from the id that the broker assigns to the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""
@@ -99,18 +101,18 @@ class Query(Struct, array_like=True, frozen=True):
 
 
 class Distribution(Struct, kw_only=True, omit_defaults=True):
-    """The distribution that a token was sampled from, for a controller whose ``Query`` asked for
-    it.
+    """The distribution that a token was sampled from: the answer to a controller's ``Query``.
 
     All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
     Log-probabilities are natural; minus infinity is sent as the lowest float32.
     """
 
     logprob: float
-    """Log-probability of the sampled token; 0 if no token was sampled."""
+    """Log-probability of the sampled token; 0 if the controller only read the distribution (the
+    action ``look``)."""
     rank: int
-    """Rank of the sampled token: 1 plus the number of more likely tokens. 0 if the controller only
-    read the distribution (the action ``look``), so that no token was sampled."""
+    """Rank of the sampled token: 1 plus the number of more likely tokens; 0 if the controller only
+    read the distribution."""
     entropy: float
     """Entropy of the distribution in nats."""
     top: dict[int, float] = {}

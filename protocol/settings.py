@@ -1,7 +1,7 @@
 """Reads the settings. A flag overrides an environment variable ``TOKENBUS_*``, which overrides
 ``tokenbus.toml``, which overrides the default.
 
-All programs have the same flat list of settings, so that each program can refuse a misspelt name.
+All programs share one flat list of settings. So each program can refuse a misspelt name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """All settings. Times are in seconds, sizes in bytes."""
 
     run_dir: str = ""
-    """The folder for sockets, logs and process ids of a running system; if empty, a folder of this
-    user among the temporary files of the machine."""
+    """The run directory: the folder for sockets, logs and process ids of a running system. If
+    empty, a folder of this user in the machine's temporary folder."""
     brokers: AtLeastOne = 1
     """Number of broker processes. If only the first broker's addresses are given, the addresses of
     the other brokers are derived from them."""
@@ -52,20 +52,21 @@ class Settings(Struct, kw_only=True, frozen=True):
     """The address at which workers connect, or several addresses as in ``front``; if empty,
     ``ipc://<run dir>/back.sock``."""
     keys: str = ""
-    """The folder of the broker's keys; if empty, ``<run dir>/keys``. Without such a folder, the
-    broker has no keys, and programs may only listen on addresses of this machine."""
+    """The folder of the broker's keys; if empty, ``<run dir>/keys``. If this folder does not exist,
+    the broker does not use keys, and programs may only listen on addresses of this machine."""
     key: str = ""
     """The key file with which this program connects. If empty, the program uses this machine's key
     file in the folder of keys, or no key if this file does not exist."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
-    """Whether the log has lines for people, or one JSON object in each line."""
+    """``human``: lines for people. ``json``: one JSON object in each line."""
     health_file: str = ""
-    """The file that this process touches while it works, so that probes can check the process; if
-    empty, the process does not write such a file."""
+    """A file that this process touches while it works, so that probes can check the process. If
+    empty, there is no such file."""
     session_timeout_s: Positive = 30.0
+    """Maximum time for which a client waits for a broker that does not answer."""
     command_timeout_s: Positive = 3.0
-    """How long a client waits for a broker that does not answer."""
+    """Like ``session_timeout_s``, for the client of a command."""
 
     model: str = "embedded"
     """The model of the GPU workers: a path, a hub id, ``embedded`` or ``auto``. With ``auto``,
@@ -99,15 +100,16 @@ class Settings(Struct, kw_only=True, frozen=True):
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute a sequence with the same bits in every batch. ``auto``: only for models for which the
-    worker's kernels can do this. ``on``: refuse all other models."""
+    """Compute logits with the same bits in every batch. ``auto``: only for models for which the
+    worker's kernels can do this. ``on``: refuse other models. ``off``: never."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
-    """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
+    """``auto``: draft likely next tokens of a sequence, and verify several of them in one step."""
     draft_model: str = ""
-    """A path or a hub id of a small model with the same tokenizer. The model drafts tokens for a
-    sequence whose text has no repetitions to draft from. If empty, there is no draft model."""
+    """A small model that drafts tokens: its path or hub id. It must have the same tokenizer. The
+    worker drafts with this model if a sequence's text has no repetition to draft from. If empty,
+    there is no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: only on a GPU."""
@@ -120,54 +122,59 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
     controller_pre_ms: Positive = 1.0
+    """CPU time limit of ``pre_process``, in milliseconds."""
     controller_mid_ms: Positive = 20.0
+    """CPU time limit of ``mid_process``, in milliseconds."""
     controller_post_ms: Positive = 1.0
+    """CPU time limit of ``post_process``, in milliseconds."""
     controller_script_ms: Positive = 100.0
-    """CPU time limit of each call of a script except ``init_prompt``, in milliseconds, instead of
-    the three limits above. An interpreter executes a program 20 to 50 times as slowly as compiled
-    code."""
+    """CPU time limit of each call of a script except ``init_prompt``, in milliseconds. For scripts,
+    it replaces the three limits above, because an interpreter executes a program 20 to 50 times as
+    slowly as compiled code."""
     controller_decision_s: Positive = 300.0
-    """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
-    addition to the controller's own time limits. The first decision includes the start of the
-    controller: compiling a grammar may take 100 seconds."""
+    """Maximum time that a GPU worker waits for a controller's decision, in addition to the
+    controller's own time limits. After this time, the sequence ends. The first decision includes
+    the start of the controller: compiling a grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
-    """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
-    A call that executes too many instructions then fails on every machine, fast or slow. The CPU
-    time limits are then a second longer. If 0, only CPU time is limited."""
+    """Number of Wasm instructions that a controller may execute for each millisecond of its CPU
+    time limits. A call that executes more instructions fails on every machine, fast or slow. The
+    CPU time limits are a second longer in this case. If 0, only CPU time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
     """Maximum number of sequences of one request."""
     controller_idle_wakes: AtLeastOne = 10_000
     """If all sequences of a request are suspended, and none of them waits for an input or a tool,
-    they are woken after 10 ms or more. After this number of wakes in a row, they end with
-    ``deadlock``."""
+    they are woken after 10 ms or later. After this number of such wake-ups in a row, the sequences
+    end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 64
-    """Maximum number of processes of one controller worker in which uploaded modules run. A
-    process runs the modules of one key, or of one session if clients do not have keys, for one
-    tokenizer. If 0, modules run on the worker's threads."""
+    """Maximum number of guest processes of one controller worker. Uploaded modules run in guest
+    processes. Each guest process runs the modules of one client key for one tokenizer. If clients
+    have no keys, it runs the modules of one session. If 0, modules run on the worker's threads."""
     guest_user: str = ""
     """The user under which guest processes run. The worker needs the right to change users. If
     empty, guest processes run under the worker's own user."""
     grammar_compile_s: Positive = 1.5
-    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
-    takes up to a quarter longer, because the compiler searches for the slow part."""
+    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. When the limit
+    is exceeded, the compiler searches for the slow part, which the error names. This takes up to a
+    quarter of the limit."""
     grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
     """Maximum number of requests whose controllers one worker runs."""
     allow_tools: list[str] = []
     """Names of the tools that the programs of every client may call; ``*`` and ``?`` match as in a
-    shell. A client's key may list other tools. If this list is empty, only the operator's programs
-    may call tools."""
+    shell. If a client's key has a list of its own, that list applies instead. If no list names a
+    tool, only the operator's programs may call the tool."""
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Maximum time of a call, for tools that do not have their own time-out."""
     tool_threads: AtLeastOne = 16
-    """Maximum number of functions without ``async`` that a tool worker runs at the same time."""
+    """Maximum number of functions without ``async`` that a tool worker runs at the same time, each
+    on a thread."""
     tool_capacity: AtLeastOne = 256
-    """Maximum number of calls that a tool worker accepts at the same time, including those that
+    """Maximum number of calls that a tool worker accepts at the same time, including calls that
     wait for a thread."""
 
     tools: list[str] = []
@@ -194,19 +201,21 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """Time for which more workers must have been needed before workers are added."""
+    """In a Ray cluster: workers are added after more workers have been needed for this time."""
     scale_down_s: Positive = 120.0
-    """Time for which fewer workers must have been sufficient before a worker is removed."""
+    """In a Ray cluster: a worker is removed after fewer workers have been sufficient for this
+    time."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket. If ``none``, no gateway runs."""
     gateways: AtLeastOne = 1
     """Number of gateway processes of ``tokenbus up``. Several gateways share the port by
     SO_REUSEPORT."""
     api_keys: str = ""
-    """A file of hashed API keys. If it is given, every path but ``/live`` and ``/ready`` needs a
+    """A file of hashed API keys. If it is given, every path except ``/live`` and ``/ready`` needs a
     key."""
     operator_over_http: bool = False
-    """Without API keys, accept the operator's requests over HTTP, for example ``/pause``."""
+    """If the gateways have no API keys: accept the operator's requests over HTTP, for example
+    ``/pause``."""
     tls_cert: str = ""
     """The certificate (PEM) of the gateways, for HTTPS. ``tls_key`` must be given too."""
     tls_key: str = ""
@@ -214,8 +223,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_connections: AtLeastOne = 10_000
     """Maximum number of open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
-    """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
-    read; a stream with more unread entries ends."""
+    """Maximum number of unread entries of a stream that a gateway stores for an HTTP client. A
+    stream with more unread entries ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, for example ``https://example.org``; ``*`` stands
     for all origins."""
@@ -229,10 +238,12 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Refuse fields of HTTP requests that a gateway does not know. If false, such fields have no
     effect, and the header ``x-tokenbus-ignored`` of the answer names them."""
     drain_s: Positive = 30.0
-    """How long a worker that is stopped continues its running requests."""
+    """Maximum time for which a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0
-    """Time for which a gateway continues its streams after another gateway has taken its place."""
+    """Maximum time for which a gateway continues its streams after another gateway has taken its
+    place."""
 
+    # ``BrokerSettings`` (broker/settings.py) describes the following settings.
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
     hung_step_s: Positive = 60.0
@@ -282,8 +293,8 @@ class Settings(Struct, kw_only=True, frozen=True):
         return _of_all(self.front, self.brokers)
 
     def of_broker(self, number: int) -> Settings:
-        """The settings of one of several brokers: ``front`` and ``back`` are this broker's own
-        addresses.
+        """The settings of one of several brokers. ``front`` and ``back`` of the result are this
+        broker's own addresses.
 
         Raises SettingError if the settings have no address for this broker.
         """
@@ -305,16 +316,16 @@ _LISTS = {
     "served_model_name": ",",
     "tools": ",",
 }
-"""The settings that are lists, each with the text that separates the values in an environment
-variable. A command may contain commas."""
+"""The settings that are lists. Each has the separator of its values in an environment variable.
+Commands of ``mcp`` are separated by line ends, because a command may contain commas."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
 
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings that apply. ``flags``: the settings of the command line; a setting that was not
-    given is None.
+    """Computes the settings that apply. ``flags``: the settings of the command line; None stands
+    for a setting that was not given.
 
     Raises SettingError for the first setting that is unknown or invalid, with its name and source.
     """
@@ -340,8 +351,8 @@ def resolve(
 
 
 def _checked(settings: Settings) -> Settings:
-    """Returns the settings; raises SettingError if the addresses of several brokers do not match
-    their number, or if a further name of a model or an adapter is not valid."""
+    """Returns the settings. Raises SettingError if the number of addresses does not match the
+    number of brokers, or if an entry of ``served_model_name`` or ``lora`` is not valid."""
     try:
         Aliases(settings.served_model_name)
     except AliasError as error:
@@ -359,8 +370,8 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _of_all(addresses: str, brokers: int) -> str:
-    """The addresses of all brokers, separated by commas: as given, or derived from the first one
-    (``numbered``)."""
+    """The addresses of all brokers, separated by commas. If only the first address is given, the
+    others are derived from it (``numbered``)."""
     if brokers == 1 or not addresses:
         return addresses
     given = separate(addresses)
@@ -391,7 +402,7 @@ def load(**flags: Any) -> Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The ``TOKENBUS_*`` variables that pass these settings to another process."""
+    """The environment variables ``TOKENBUS_*`` that pass these settings to another process."""
     given: dict[str, str] = {}
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)

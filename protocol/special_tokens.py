@@ -1,4 +1,4 @@
-"""The special tokens that controllers can ask for, by number and by name."""
+"""The special tokens that controllers can look up, by number and by name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SpecialToken(IntEnum):
     CLS = 5
     MASK = 6
     TURN_START = 7
-    """The first special token of a turn of the assistant, in the model's chat template."""
+    """The first special token of an assistant's turn, in the model's chat template."""
     TURN_END = 8
-    """The special token that ends a turn of the assistant."""
+    """The special token that ends an assistant's turn."""
 
     @property
     def role(self) -> str:

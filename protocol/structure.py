@@ -1,13 +1,13 @@
 """Divides answers into parts, such as text, thinking and tool calls.
 
-A ``Structure`` defines the parts that an answer may have, and an ``Automaton`` the bytes that may
-follow. The controller worker computes the masks of the constraint ``structural`` from the
-automaton. The gateway finds the parts of an answer with a ``Reader``, which uses the same
+A ``Structure`` defines the parts that an answer may have. An ``Automaton`` determines the bytes
+that may follow at each position. From the automaton, the controller worker computes the masks of
+the constraint ``structural``. The gateway divides an answer with a ``Reader``, which uses the same
 automaton. So the parts that a client receives agree with the constraint.
 
-An answer is a series of phases. In a phase, free text may follow, or a tag: its ``begin``, its
-content, its ``end``, and then another phase. In the bytes of an answer, a special token is its name
-between two bytes ``SPECIAL``, which UTF-8 does not use.
+An answer is a series of phases. A phase has free text, or a tag, or both. A tag has a ``begin``, a
+content and an ``end``; after a tag, another phase begins. In the bytes of an answer, a special
+token is its name between two bytes ``SPECIAL``. UTF-8 does not use this byte.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part of an answer between two texts, ``begin`` and ``end``."""
 
     begin: str
-    """The text that begins the tag. When its first ``trigger`` characters have been read, the other
+    """The text that begins the tag. When its first ``trigger`` characters have occurred, its other
     characters must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0 stands for all characters."""
     end: str = ""
-    """The text that ends the tag; may be empty unless ``content`` is ``text``. Content of the kind
-    ``text`` ends at the first occurrence of ``end``, ``json`` content at the end of the JSON
+    """The text that ends the tag. It must not be empty if ``content`` is ``text``, because ``text``
+    content ends at the first occurrence of ``end``. ``json`` content ends at the end of the JSON
     value."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
@@ -55,8 +55,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     name: str = ""
     """The function's name, for a ``call``."""
     max_tokens: int | None = None
-    """Maximum number of tokens of ``text`` content. If the content has reached this number,
-    ``closing`` and ``end`` follow."""
+    """Maximum number of tokens of ``text`` content. When the content has this number of tokens,
+    ``closing`` and ``end`` are appended."""
     closing: str = ""
     """The text that is inserted before ``end`` if the content has reached ``max_tokens``."""
     then: int
@@ -64,7 +64,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A phase of an answer, which determines the bytes that may follow."""
+    """A phase of an answer. It determines the bytes that may follow."""
 
     text: bool = False
     """Whether free text may follow."""
@@ -170,14 +170,18 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 
 
 class State(NamedTuple):
-    """The position in an answer.
+    """The position in an answer, by mode:
 
-    In the modes ``text`` and ``value``, the position is in a phase. ``tags`` are the tags of
-    ``Phase.first`` whose ``begin`` starts with all bytes of the phase so far, and ``at`` is the
-    number of these bytes. Without such a tag, ``at`` is 0. In ``begin``, the bytes so far end with
-    the first ``at`` bytes of the ``begin`` of each of ``tags``. In ``content`` and ``end``,
-    ``tags`` has one tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of
-    this tag's ``end`` were read. In ``dead``, the answer has a byte that is not allowed.
+    - ``text`` and ``value``: in a phase. ``tags`` are the tags of ``Phase.first`` whose ``begin``
+      starts with all bytes of the phase so far. ``at`` is the number of these bytes; 0 if there is
+      no such tag.
+    - ``begin``: in the ``begin`` of a tag. ``tags`` are the tags that this may be. Their ``begin``
+      starts with the last ``at`` bytes of the answer so far.
+    - ``content``: in the content of the only tag in ``tags``. ``phase`` is the phase after this
+      tag.
+    - ``end``: in the ``end`` of the only tag in ``tags``, after its first ``at`` bytes. ``phase``
+      is the phase after this tag.
+    - ``dead``: after a byte that is not allowed.
     """
 
     mode: Mode
@@ -185,8 +189,8 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The longest suffix of the bytes so far that is a proper prefix of one of the texts that
-    ``Automaton.watched`` returns."""
+    """The longest suffix of the bytes so far that is a proper prefix of a watched text
+    (``Automaton.watched``)."""
     depth: int = 0
     """Number of open brackets of JSON."""
     quoted: int = 0
@@ -194,7 +198,7 @@ class State(NamedTuple):
     part: int = 0
     """The number of the current part, which increases when a part begins."""
     last: int = -1
-    """The index of the tag that was the last to begin or to end; -1 before the first tag."""
+    """The index of the tag that began or ended last; -1 before the first tag."""
 
 
 _DEAD = State("dead")
@@ -247,7 +251,7 @@ class Automaton:
 
     def watched(self, state: State) -> Sequence[bytes]:
         """The texts that change the state when they occur in free text or in a tag's content.
-        Outside of JSON, and after the beginning of a phase, no other bytes change the state."""
+        Except in JSON and at the beginning of a phase, no other bytes change the state."""
         if state.mode == "content":
             return self._watched_inside[state.tags[0]]
         return self._watched[state.phase]
@@ -257,9 +261,9 @@ class Automaton:
         return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
 
     def shortest_end(self, tag: int) -> bytes:
-        """The shortest literal text from the end of a tag's content to a possible end of the
-        answer. In each phase on the way, the text has the shortest tag without content. The text
-        stops at a phase in which no such tag may begin."""
+        """The shortest literal text that leads from the end of a tag's content to a possible end of
+        the answer. If the answer may not end in a phase, the text continues with the phase's
+        shortest tag without content. If the phase has no such tag, the text stops in this phase."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -329,8 +333,8 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether the bytes of the phase so far are the beginning of a tag, and end inside the name
-        of a special token."""
+        """Whether a tag's ``begin`` starts with all bytes of the phase so far, and these bytes end
+        inside the name of a special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
 
@@ -412,7 +416,8 @@ def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
 
 
 class Reader:
-    """Reads one answer, and returns its parts as soon as they are certain."""
+    """Reads one answer. Returns each piece of the answer as soon as the part that contains it is
+    certain."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
@@ -422,12 +427,11 @@ class Reader:
         tag."""
 
     def feed(self, data: bytes) -> list[Piece]:
-        """The pieces that are certain after some more bytes.
+        """Reads more bytes of the answer; returns the pieces that are now certain.
 
-        If a tag's content has a byte that the structure does not allow, this byte is returned as
-        content, and all later bytes as free text. Any other byte that is not allowed is returned as
-        free text too. Such an answer was cut, or was not generated under the masks of the
-        structure.
+        If the structure does not allow a byte, all later bytes are returned as free text. The byte
+        itself is returned as content if it is in a tag's content, and as free text if it is not.
+        Such an answer was cut, or was not generated under the masks of the structure.
         """
         pieces: list[Piece] = []
         for byte in data:
@@ -438,8 +442,8 @@ class Reader:
         return _joined(pieces)
 
     def end(self) -> list[Piece]:
-        """The pieces of the bytes that are held back when the answer ends. In the modes ``begin``
-        and ``end``, these bytes belong to an unfinished tag, and are dropped."""
+        """Ends the answer; returns the pieces that were held back. In the modes ``begin`` and
+        ``end``, the held bytes belong to an unfinished tag, and are dropped."""
         pieces: list[Piece] = []
         if self.state.mode not in ("begin", "end"):
             self._give(pieces, self.state, len(self._held))
@@ -462,7 +466,8 @@ class Reader:
             text = not self._automaton.holds_json(after)
             self._give(pieces, after, held - (len(after.near) if text else 0))
         else:
-            # While all bytes of the phase may be the beginning of a tag, all of them are held back.
+            # As long as the whole phase so far may be the beginning of a tag, all bytes of the
+            # phase are held back.
             marked = after.at if after.tags else len(after.near)
             self._give(pieces, before, held - marked)
 
@@ -496,7 +501,8 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _with_special(text: str, names: Sequence[str]) -> bytes:
-    """Encodes a text, and marks the special tokens in it. ``names``: the longest names first."""
+    """Encodes a text, and marks the special tokens in it. ``names``: the names of the special
+    tokens, the longest first."""
     for name in names:
         before, found, after = text.partition(name)
         if found:

@@ -1,5 +1,5 @@
-"""Encodes the tenant of a request, which the broker reports to controller workers and the state
-worker."""
+"""Encodes the tenant of a request as an attachment. The broker adds this attachment to messages for
+controller workers and the state worker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """A tenant: the clients of one key, or all clients without a key.
 
-    In a message for the store of modules, the tenant is the last attachment. In a ``START``, the
-    tenant is the first attachment, and the id of the session is the second (``owner_of``). A
-    ``VARIABLE`` has the tenant as its last attachment if the tenant has a key. ``quota_bytes`` is
-    the quota of variables in a ``VARIABLE``, and the quota of modules in a message for the store of
+    In a message about modules, the tenant is the last attachment. In a ``START``, the tenant is the
+    first attachment, and the id of the session is the second (``owner_of``). A ``VARIABLE`` has the
+    tenant as its last attachment, but only if the tenant has a key. In a ``VARIABLE``,
+    ``quota_bytes`` is the quota of variables. In a message about modules, it is the quota of
     modules.
     """
 
@@ -33,8 +33,8 @@ class Tenant(NamedTuple):
 
 
 def owner_of(attachments: list[bytes]) -> str:
-    """The owner of a request's guests, from the attachments of a ``START``: the request's tenant,
-    or its session if clients do not have keys. Raises ValueError if the attachments are not
-    valid."""
+    """Reads the owner of a request's guests from the attachments of a ``START``. The owner is the
+    request's tenant or, if clients do not have keys, the request's session. Raises ValueError if
+    the attachments are not valid."""
     tenant = attachments[0].decode()
     return tenant or " ".join(["session", *(each.decode() for each in attachments[1:2])])

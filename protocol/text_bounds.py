@@ -1,16 +1,16 @@
 """Checks the length of a text for a model before the text is tokenized, because tokenizing takes
 seconds for each megabyte.
 
-A token represents a bounded number of bytes, so a text with more than ``max_tokens`` times this
-number of bytes cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC
-does) or has one token for all unknown text. For such a tokenizer, four times as much text is
-allowed. Text that would shrink even more, such as a long run of spaces that becomes one space, is
-refused although it might fit.
+A token represents a bounded number of bytes. So a text with more than ``max_tokens`` times this
+number of bytes cannot fit. But some tokenizers shorten a text first: they normalize it (as
+Unicode's NFKC does), or have one token for all unknown text. For such a tokenizer, four times as
+much text is allowed. A text that would shrink even more, such as a long run of spaces that becomes
+one space, is refused although it might fit.
 
-Most tokens are much shorter than the longest one, so a text within this bound may still have far
-too many tokens. Therefore the tokens of a long text are first counted in segments, and counting
-stops at twice the allowed number of tokens. A border between two segments can add tokens, but does
-not double their number.
+Most tokens are much shorter than the longest token. So a text within this bound may still have far
+too many tokens. Therefore, the tokens of a long text are first counted segment by segment, and the
+count stops at twice the allowed number of tokens. The borders between segments can add tokens, but
+do not double the number of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from .errors import Code, RequestError
 
 SEGMENT_CHARS = 65_536
-"""Before a text with more characters is tokenized, its tokens are counted in segments of this
-number of characters."""
+"""Number of characters of a segment. If a text has more characters, its tokens are counted in
+segments before the text is tokenized."""
 MAX_SHORTENING = 4
 """The factor by which the bound grows for a tokenizer that shortens text."""
 
@@ -33,11 +33,11 @@ class TokenSize(NamedTuple):
     max_bytes: int
     """Bytes of the tokenizer's longest token, in UTF-8."""
     shortens: bool = True
-    """Whether a token may represent a longer text than its entry in the vocabulary."""
+    """Whether a token may represent more text than its entry in the vocabulary has."""
 
 
 def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:
-    """The size of the longest token of a vocabulary; ``byte_level``: whether each character in the
+    """The size of the longest token of a vocabulary. ``byte_level``: whether each character in the
     vocabulary stands for one byte."""
     sizes = (
         len(token)

@@ -1,9 +1,10 @@
 """Traces: W3C trace contexts, and the spans that a process exports if ``OTEL_*`` is set.
 
 A request carries the ``traceparent`` of its client to all processes. When a process has ended its
-part of the request, it creates one span for this part. The span's id is computed from the request's
-number and the name of the process, so the next process can compute the id of its span's parent.
-OpenTelemetry (the extra ``otel``) is imported only if one of the variables ``NAMED_BY`` is set.
+part of the request, it creates one span for this part. The id of this span is computed from the
+request's number and the name of the process. So a process can compute the id of its parent span,
+which another process creates. OpenTelemetry (the extra ``otel``) is imported only if one of the
+variables ``NAMED_BY`` is set.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ NAMED_BY = (
 """Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none`` or
 ``OTEL_SDK_DISABLED`` is ``true``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""For each process, the process whose spans are the parents of this process's spans; "" if the
-client's spans are the parents."""
+"""The key and the value are kinds of processes. The parent of a span of the first kind is a span of
+the second kind. "" stands for the client."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 
@@ -61,7 +62,7 @@ class TraceContext(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """An event within a span, with its time of ``time.monotonic``."""
+    """An event within a span, and its time (of ``time.monotonic``)."""
 
     name: str
     at: float
@@ -88,8 +89,8 @@ class Tracing:
         self._resource = Resource.create(own)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self.provider: TracerProvider = TracerProvider(resource=self._resource)
-        """Creates the spans that stay open while other code runs, for example in a gateway. The
-        provider also exports the remaining spans at exit."""
+        """The provider creates spans that stay open while other code runs, for example in a
+        gateway. At exit, it exports the remaining spans."""
         self.provider.add_span_processor(self._processor)
         self._process = process
 

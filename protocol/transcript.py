@@ -1,5 +1,5 @@
-"""Encodes the entries of a stream that the broker has routed to the client. From these entries,
-another worker continues the stream."""
+"""Encodes transcripts. A transcript has the entries of a stream that the broker has routed to the
+client. Another worker continues the stream after these entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .messages import Token
 
 
 class Transcript(Struct, kw_only=True, omit_defaults=True):
-    """The entries that the client of a moved stream has received. They are the last attachment, in
-    msgpack, of a request with ``Flag.MOVED``.
+    """The transcript of a stream that moves to another worker. The last attachment of a request
+    with ``Flag.MOVED`` is a ``Transcript`` in msgpack.
 
     The new worker continues the stream after these entries, so the client receives each entry once.
     """
@@ -71,8 +71,8 @@ def decode_transcript(attachment: bytes) -> Transcript:
 
 
 def moves_of(header: Header, attachments: Sequence[bytes]) -> int:
-    """How often a request has moved to another worker, as the message that sends it to a worker
-    says. Raises RequestError if the transcript is malformed."""
+    """Returns how often a request has moved to another worker. ``header`` and ``attachments``:
+    those of the message for the new worker. Raises RequestError if the transcript is malformed."""
     if not header.flags & Flag.MOVED or not attachments:
         return 0
     return decode_transcript(attachments[-1]).moves

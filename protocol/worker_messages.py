@@ -1,10 +1,9 @@
-"""The messages between the broker and its workers. The messages that the broker forwards from
-clients or to clients are in ``messages.py``.
+"""The messages between the broker and its workers. Messages that the broker forwards between a
+client and a worker are in ``messages.py``.
 
 Each message has a header (``header.py``) between its type and its body. The bodies of the messages
-here are msgpack.
-Sources: the worker side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of
-AICI.
+in this module are msgpack. Sources: the worker side of ZeroMQ's Majordomo (register, heartbeat,
+disconnect), and the step of AICI.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ Role = Literal["gpu", "controller", "state", "tool"]
 Id = Annotated[int, Meta(ge=0)]
 
 ANY_MODULE = "*"
-"""The pattern in ``Register.patterns`` of a controller worker that runs every uploaded module."""
+"""A controller worker that runs every uploaded module has this pattern in ``Register.patterns``."""
 
 
 class LiveRequest(Struct, kw_only=True, omit_defaults=True):
-    """A running request of a worker that registers."""
+    """A running request that a worker reports when it registers."""
 
     request: Id
     session: Id
@@ -68,9 +67,9 @@ class ModelState(Struct, kw_only=True, omit_defaults=True):
     folder: str = ""
     """The folder of the weights; empty for version 0."""
     hashes: dict[str, str] = {}
-    """The hash of the current weights (``Span.weights``), for each dtype in which a worker has read
-    them. A worker that cannot read the folder receives weights with this hash from another
-    worker."""
+    """The hash of the current weights (``Span.weights``), by dtype, for each dtype in which a
+    worker has read the weights. A worker that cannot read the folder receives weights with this
+    hash from another worker."""
     paused: PauseMode | None = None
 
 
@@ -101,18 +100,20 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """The worker's live requests that came from this broker, or from an earlier broker at its
     address."""
     update: bool = False
-    """Whether a registered worker changes what it serves. The worker's lease then continues."""
+    """Whether the worker is already registered, and only changes the models, tools or capacity that
+    it offers. Its lease then continues."""
     step_age_s: float | None = None
-    """How long the current step has been running, in seconds; None between steps. A worker may
+    """Seconds for which the current step has been running; None between steps. A worker may
     register while its step hangs."""
     process: Id = 0
-    """Random number of the worker's process. Two containers may have the same host name and pid."""
+    """A random number that identifies the worker's process. Host name and pid do not suffice,
+    because they may be the same in two containers."""
     states: list[ModelState] = []
-    """The models of a GPU worker whose weights have changed, or that are paused. A restarted broker
-    receives these states from its workers."""
+    """From a GPU worker: the states of its models that are paused or whose weights have changed. A
+    restarted broker receives these states from its workers."""
     registration: Id = 0
-    """Number, within this process, of the lease that this message begins or updates; 0 if the
-    worker does not number its leases."""
+    """The number of the lease that this message begins or updates. A worker numbers its leases from
+    1; a worker of an earlier release sends 0."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -124,12 +125,12 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that continue at this broker, because the broker was restarted and
-    adopts them, or because it was waiting for this worker to return. The worker sends a JOURNAL for
-    each, before any further message about the request."""
+    """Reported live requests that continue at this broker. The broker adopts them after a restart,
+    or they have waited for this worker to return. For each of them, the worker sends a JOURNAL
+    before any further message about the request."""
     states: list[ModelState] = []
-    """For a GPU worker: the models whose weights have changed, or that are or were paused. The
-    worker loads these weights before it runs streams of the model."""
+    """For a GPU worker: the states of the models whose weights have changed, or that are or were
+    paused. The worker loads the current weights of a model before it runs streams of the model."""
     registration: Id = 0
     """``Register.registration`` of the message that began the lease; 0 if the broker does not send
     this number back."""
@@ -146,18 +147,20 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
 
     type: Literal["GENERATE", "SCORE"]
     age_s: float = 0.0
-    """Seconds since the request arrived at its first broker."""
+    """Seconds since the request arrived at the first broker that had it."""
     ended: bool = False
     """Whether the sent entries include the end of the stream."""
     moves: int = 0
     """How often the stream had moved when it came to this worker. If a worker was cut off and the
-    stream continued at another worker, the copy that has moved more often is valid, even if the
-    other copy has more entries. The entries of the two copies may be in different orders."""
+    stream has continued at another worker, there are two copies. The copy that has moved more often
+    is valid, even if the other copy has more entries. The two copies may order their entries
+    differently."""
     claimed: Annotated[int, Meta(ge=0)] = 0
-    """How many of ``moves`` the CLAIM has added that this JOURNAL answers. Copies are compared
-    without this number, because a CLAIM adds it to stale copies too."""
+    """If this JOURNAL answers a CLAIM, the number that the CLAIM has added to ``moves``. Copies are
+    compared without this number, because a CLAIM adds it to stale copies too."""
     gone: bool = False
-    """Whether the worker no longer has the request. The message then has no attachments."""
+    """Whether the worker does not have the request any more. The message then has no
+    attachments."""
     entries: Annotated[int, Meta(ge=0)] | None = None
     """Number of entries in attachment 0. If None, the worker is of an earlier release, and the
     broker counts the entries."""
@@ -186,18 +189,18 @@ class Claim(Struct, kw_only=True, omit_defaults=True):
     """``CLAIM``: the client of a session has come from another broker. Sent by the broker to a GPU
     worker.
 
-    The worker sends a JOURNAL for each live stream of the session, and for each stream that has
-    just ended. These streams continue under this broker. CLAIMED follows the last JOURNAL. The
-    worker may answer the CLAIMs of several sessions in any order. A CLAIM with session 0 asks for
-    no streams; its CLAIMED confirms that the worker has processed all earlier messages except other
-    CLAIMs.
+    The worker sends a JOURNAL for each live stream of the session, and for each stream of the
+    session that has just ended. From then on, these streams belong to this broker. CLAIMED follows
+    the last JOURNAL. The worker may answer the CLAIMs of several sessions in any order. A CLAIM
+    with session 0 does not request streams. The answer to it confirms that the worker has processed
+    all earlier messages except other CLAIMs.
     """
 
     session: Id
 
 
 class Claimed(Struct, kw_only=True, omit_defaults=True):
-    """``CLAIMED``: the answer to CLAIM, after the worker has sent all its streams of the
+    """``CLAIMED``: the answer to CLAIM, after the JOURNALs of all of the worker's streams of the
     session."""
 
     session: Id
@@ -214,8 +217,8 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for a request or a START, or does not know the controller
     of a START. The header names the request.
 
-    The worker may be full because other brokers have sent it requests that this broker does not
-    know yet. The attachments are the body and the attachments of the refused message.
+    Requests from other brokers may have filled the worker before this broker was notified of them.
+    The attachments are the body and the attachments of the refused message.
     """
 
     type: str
@@ -223,18 +226,18 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     elsewhere: Annotated[int, Meta(ge=0)] = 0
     """Number of requests at the worker that came from other brokers."""
     unknown: str = ""
-    """The message of the error ``unknown_controller``, if the worker does not know the controller.
-    The broker ends the request with this error, unless a worker that knows the controller may still
-    register."""
+    """If the worker does not serve the controller: the message of the error ``unknown_controller``.
+    The broker ends the request with this error, unless a worker that serves the controller may
+    still register."""
 
 
 class Order(Struct, kw_only=True, omit_defaults=True):
     """``ORDER``: one action of PAUSE, RESUME or UPDATE_WEIGHTS. Sent by the broker to a GPU worker,
     which answers with ORDER_DONE.
 
-    ``prepare`` reads and checks weights, while streams run. ``commit`` makes them the model's
-    current weights, even if this worker has not prepared them or has not loaded the model. ``drop``
-    discards prepared weights.
+    ``prepare``: the worker reads and checks new weights, while streams run. ``commit``: the new
+    weights become the model's current weights, even if this worker has not prepared them or has not
+    loaded the model. ``drop``: the worker discards prepared weights.
     """
 
     number: Id
@@ -245,8 +248,9 @@ class Order(Struct, kw_only=True, omit_defaults=True):
     shared: str = ""
     size: Id = 0
     sha256: str = ""
-    """``folder``, ``shared``, ``size`` and ``sha256`` come from UPDATE_WEIGHTS. If the weights are
-    neither in a folder nor in shared memory, the worker requests them with FETCH_WEIGHTS."""
+    """``folder``, ``shared``, ``size`` and ``sha256`` are copied from UPDATE_WEIGHTS. If the
+    weights are neither in a folder nor in shared memory, the worker requests them with
+    FETCH_WEIGHTS."""
     hashes: dict[str, str] = {}
     """With ``commit``: the hashes of the new weights by dtype, as in ``ModelState.hashes``."""
     update: UpdateMode = "recompute"
@@ -273,8 +277,9 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
 
 class FetchWeights(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_WEIGHTS``: a GPU worker requests a part of the weights of a model. The broker passes
-    the message to a GPU worker that has these weights, which answers with WEIGHTS_PART. With
-    ``order``, the broker answers when the operator has sent the part.
+    the message to a GPU worker that has these weights, and this worker answers with WEIGHTS_PART.
+    If ``order`` is given, the operator sends the weights, and the broker answers when it has
+    received the part.
 
     The worker requests the next part when it has received the previous part, so that at most one
     part waits in the queues to the worker.
@@ -286,11 +291,11 @@ class FetchWeights(Struct, kw_only=True, omit_defaults=True):
     order: Id = 0
     """``Order.number`` of the order that the worker follows; 0 for the current weights."""
     offset: Id = 0
-    """The first byte of the part in a safetensors file of the weights. All workers with these
-    weights make equal files."""
+    """The offset of the part in a safetensors file of the weights. All workers with these weights
+    make equal files."""
     turn: Id = 0
-    """Selects one of the workers that have the weights. The requesting worker raises this number
-    when a part does not arrive."""
+    """Selects one of the workers that have the weights. If a part does not arrive, the requesting
+    worker increases this number."""
 
 
 class WeightsPart(Struct, kw_only=True, omit_defaults=True):
@@ -313,8 +318,8 @@ class Pages(Struct, kw_only=True, omit_defaults=True):
     """
 
     reset: bool = False
-    """Whether the added pages are all pages of the worker, as in the first message after a
-    registration."""
+    """Whether the worker has only the added pages, and none that it reported before. True in the
+    first message after a registration."""
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
@@ -333,11 +338,11 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
 
     reason: str = ""
     successor: bool = False
-    """Whether another process takes the worker's place as soon as the worker has left. The worker
-    then does not have to finish its streams first."""
+    """Whether another process takes the worker's place as soon as the worker has left. If so, the
+    worker does not have to finish its streams first."""
     system_ends: bool = False
-    """Whether all workers of the system on this machine are about to drain. These workers then
-    cannot take the streams of this worker. ``successor`` is false."""
+    """Whether all workers of the system on this machine are about to drain. They then cannot take
+    the streams of this worker. ``successor`` is false in this case."""
 
 
 class Handover(Struct, kw_only=True, omit_defaults=True):
@@ -356,13 +361,13 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 
 # --- the step between a GPU worker and a controller worker ----------------------------------------
 #
-# In a message from one worker to another, ``Header.address`` is the receiver when the message is
-# sent (0 if the broker chooses), and the sender when the message arrives. Bodies are msgpack.
+# In a message from one worker to another, ``Header.address`` is the id of the receiver (0 if the
+# broker chooses the receiver). The broker replaces it by the id of the sender. Bodies are msgpack.
 
 
 class VocabularyName(Struct, kw_only=True, omit_defaults=True):
-    """The part of a model that a controller needs: the fingerprint of the tokenizer, and the size
-    of a mask."""
+    """The properties of a model that a controller needs: the fingerprint of the tokenizer, the size
+    of a mask, and the special tokens."""
 
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON, which ``FETCH_TOKENIZER`` requests."""
@@ -377,33 +382,31 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
 class Replay(Struct, array_like=True):
     """The history of a sequence whose controller is started again at another worker.
 
-    The controller worker runs all rounds again with the same inputs. Variable operations get the
-    same answers as the first time. The controller worker then sends, in order, all results after
-    the sequence's last sampled token or its last fork, whichever is later. The GPU worker has
-    possibly not applied these results. Both the fork that created the sequence and the forks in
-    ``forks`` count. The first of these results has all logs and writes since the last sampled
-    token. The GPU worker stores how many of these logs and writes the client has received.
+    The controller worker runs all rounds again with the same inputs. Operations on variables get
+    the same answers as the first time. Then the controller worker sends the results that the GPU
+    worker may not have applied yet. These are, in order, all results after the sequence's last
+    sampled token or its last fork, whichever is later. The fork that created the sequence counts as
+    a fork too. The first of these results has all logs and writes since the last sampled token. The
+    GPU worker has stored how many of these logs and writes the client has received.
     """
 
     seq: Id
     tokens: list[TokenId]
-    """The tokens that were sampled, in order; one round followed each of them. Sampled tokens that
-    the controller dropped later are included. Tokens that the controller appended are not included,
-    because the replay appends them again. The placeholder 0 stands for an answer to ``look`` or
-    ``score``."""
+    """The tokens that were sampled, in order. One round followed each of them. Sampled tokens that
+    the controller dropped later are included. Tokens that the controller appended are not, because
+    the replay appends them again. An answer to ``look`` or ``score`` has the placeholder 0."""
     forks: list[int] = []
-    """The sequences that the forks of this sequence created, in order. If the replay forks more
-    often, the further forks are new."""
+    """The sequences that forks of this sequence have created, in order. If the replay forks more
+    often, the additional forks create new sequences."""
     ended: bool = False
-    """Whether the sequence has ended. An ended sequence is replayed only for its forks, and its
-    results are not sent."""
+    """Whether the sequence has ended. An ended sequence is replayed only because of its forks, and
+    its results are not sent."""
     last: bool = False
-    """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). After
-    that token, only ``post_process`` was called, once."""
+    """Whether the last of ``tokens`` ended the sequence (by a length limit or a stop string). After
+    this token, ``post_process`` was called once, and no other call followed."""
     distributions: dict[Id, Distribution] = {}
-    """The distributions that the sequence's controller received, by the index in ``tokens`` of the
-    sampled token. The answer to ``look`` has the index of its placeholder, and
-    ``Distribution.rank`` 0."""
+    """The distributions that the sequence's controller received. The key is the index of the
+    sampled token in ``tokens``; for an answer to ``look``, the index of its placeholder."""
     wakes: dict[Id, int] = {}
     """How often the sequence was woken from suspension before a token was sampled, by the token's
     index in ``tokens``."""
@@ -426,8 +429,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     arg: str | dict[str, Any] | list[Any] | None = None
     prompt: list[TokenId]
     n: int = 1
-    """Number of sequences. Sequence 0 is forked into this number of sequences before its first
-    round."""
+    """Number of sequences: before its first round, sequence 0 is forked into this number of
+    sequences."""
     healed: TokenId | None = None
     """The token that was removed from the end of the prompt; it is not in ``prompt``."""
     max_tokens: int
@@ -436,19 +439,20 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     model: str
     vocabulary: VocabularyName
     ignore_eos: bool = False
-    """Whether sequences continue after an end-of-sequence token. Otherwise such a token ends its
-    sequence, unless the controller appends, drops, forks or suspends."""
+    """Whether sequences continue after an end-of-sequence token. If false, such a token ends its
+    sequence, unless the controller then appends, drops, forks or suspends."""
     inspect: bool = False
     """Whether each result has the duration of its round."""
     trace: TraceParent = ""
     request_id: RequestId = ""
     """The trace and the request id, as in ``GENERATE``."""
     replay: list[Replay] = []
-    """The sequences of a request whose controller was started before; parents come before their
-    forks. No other sequence exists yet."""
+    """If the request's controller was started before: the histories of all its sequences, each
+    parent before its forks. Otherwise empty."""
     attempt: Annotated[int, Meta(ge=0)] = 0
-    """A number that the GPU worker gives to each START that starts a controller again, so that it
-    can ignore decisions for earlier attempts; 0 for the first START of a request."""
+    """The number of this attempt: 0 for the first START of a request. For each START that starts
+    the controller again, the GPU worker chooses another number, so that it can ignore decisions of
+    earlier attempts."""
     reads_usual: bool = False
     """Whether the GPU worker reads ``Result.usual``."""
     takes_runs: bool = False
@@ -462,8 +466,9 @@ class StepSequence(Struct, array_like=True):
     seq: int
     tokens: list[TokenId]
     """The sampled tokens: the argument of ``post_process``. There are several tokens only after a
-    run (``StepResult.run``) or a draft. After a draft, each token but the last was sampled under
-    one of the controller's masks along the draft."""
+    run (``StepResult.run``) or a draft. After a draft, the first token was sampled under the mask
+    of the controller's result, and each later token under one of the masks in
+    ``StepResult.along``."""
     ended: FinishReason | None = None
     """The finish reason if the sequence has finished. The sequence's controller then gets a last
     ``post_process`` and is dropped."""
@@ -472,21 +477,23 @@ class StepSequence(Struct, array_like=True):
     of this string."""
     draft: list[TokenId] = []
     """Tokens that are likely to follow, for a controller that takes drafts. If the controller
-    decides to sample, its result also has the masks along the draft."""
+    decides to sample, its result also has a mask for each position of the draft
+    (``StepResult.along``)."""
     distributions: list[Distribution] = []
-    """The distributions that ``tokens`` were sampled from. Empty if the decision before the tokens
-    did not have a query. After the action ``look``, there is one distribution, and there are no
-    tokens."""
+    """The distributions that ``tokens`` were sampled from. Empty if the decision before these
+    tokens did not have a query. After the action ``look``, there is one distribution and no
+    token."""
     scores: Scores = []
     """The answer to the action ``score``. ``tokens`` is then empty."""
     logprobs: list[float] = []
     """The natural log-probability of each of ``tokens`` under the model's own distribution, if the
-    decision before the tokens had ``StepResult.logprobs``. Minus infinity is sent as the lowest
+    decision before these tokens had ``StepResult.logprobs``. Minus infinity is sent as the lowest
     float32."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
-    """``STEP``: the sequences that a controller worker steers, in one message for each step."""
+    """``STEP``: the events of the sequences that a controller worker steers. One message for each
+    step."""
 
     sequences: list[StepSequence]
     masks: str = ""
@@ -499,7 +506,8 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
 
 class Pin(Struct, array_like=True, frozen=True):
-    """A request to keep the blocks of a sequence in the KV cache while there is room."""
+    """Asks the GPU worker to keep the blocks of a sequence in the KV cache as long as there is
+    room."""
 
     seconds: Annotated[float, Meta(ge=0)]
     owner: Id
@@ -507,8 +515,8 @@ class Pin(Struct, array_like=True, frozen=True):
 
 
 class StepResult(Struct, array_like=True):
-    """The decision of a controller: drop tokens, append tokens, and then sample, score texts, fork,
-    suspend or stop.
+    """The decision of a controller: first drop tokens, then append tokens, and then sample, score
+    texts, fork, suspend or stop.
 
     GPU workers of earlier releases ignore the bias, ``prompt`` and ``pin``. Programs that use them
     need GPU workers of this release.
@@ -517,10 +525,10 @@ class StepResult(Struct, array_like=True):
     request: Id
     seq: int
     action: Literal["sample", "fork", "suspend", "stop", "error", "score", "look"]
-    """``fork``: the results of the sequence and of its children follow. ``score``: a STEP with the
-    scores of ``texts`` follows, without a token. ``look``: a STEP with the answer to ``query``
-    follows, without a token. A GPU worker of an earlier release ends the sequence with an error if
-    it does not know the action."""
+    """After ``fork``, the results of the sequence and of its children follow. The GPU worker
+    answers ``score`` with a STEP that has the scores of ``texts`` and no token. It answers ``look``
+    with a STEP that has the answer to ``query`` and no token. A GPU worker of an earlier release
+    that does not know the action ends the sequence with an error."""
     backtrack: int = 0
     """Number of tokens to drop from the end of the sequence, not counting the token that is about
     to be sampled."""
@@ -532,7 +540,7 @@ class StepResult(Struct, array_like=True):
     """The index of the attachment that is the mask. With neither ``row`` nor ``attachment``, every
     token is allowed."""
     children: list[int] = []
-    """``fork``: the numbers (``seq``) of the new sequences."""
+    """With ``fork``: the numbers (``seq``) of the new sequences."""
     logs: str = ""
     storage: list[Any] = []
     """The writes to variables, as AICI's storage commands."""
@@ -542,16 +550,17 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """From a built-in constraint, in its first result and with ``stop``: how the text would end if
-    the sequence ended there."""
+    """From a built-in constraint: how the text would end if the sequence ended at this point.
+    Present in the first result, and with ``stop``."""
     round_us: int = 0
     """With ``Start.inspect``: the time of the round, in microseconds."""
     takes_drafts: bool = False
     """In the first result: whether the controller computes masks along drafts."""
     along: list[int] = []
-    """``sample``, in answer to a draft: the masks after the first draft token, after the first two,
-    and so on. They end before the first position where the controller would do more than sample.
-    The numbers are rows, or attachments if the result's own mask is an attachment."""
+    """With ``sample``, in answer to a draft: the masks after the first draft token, after the first
+    two, and so on. They end before the first position at which the controller would do more than
+    sample. The numbers are rows of the shared file or, if the result's own mask is an attachment,
+    indices of attachments."""
     bias_row: int | None = None
     """The bias's row in the shared file. The row begins with a u32, the number of pairs that
     follow. A pair is a token id (u32) and its bias (float32); the ids ascend. If the number is 0,
@@ -567,24 +576,23 @@ class StepResult(Struct, array_like=True):
     wakes: int = 0
     """How often the sequence has been woken since its last sampled token."""
     biases_along: list[int | None] = []
-    """The biases that belong to the masks of ``along``, in the same order, as rows or attachments.
-    An element is None if its position has no bias. The list is empty if no position along the draft
-    has a bias."""
+    """The biases that belong to the masks of ``along``, in the same order and form. An element is
+    None if its position has no bias. The list is empty if no position of the draft has a bias."""
     messages: list[str] = []
     """The texts that the program has sent to its client."""
     texts: Annotated[list[list[TokenId]], Meta(max_length=MAX_SCORED_TEXTS)] = []
     """``score``: the tokens of the texts. Each text follows the sequence directly."""
     prompt: list[TokenId] = []
-    """The prompt with which the sequence begins anew: all its tokens are dropped, with those of its
-    former prompt. ``ff_tokens`` follow the prompt. ``backtrack`` is then 0."""
+    """The prompt with which the sequence begins anew. The former prompt and all tokens after it are
+    dropped. ``ff_tokens`` follow the new prompt. ``backtrack`` is 0 in this case."""
     pin: Pin | None = None
-    """Pins the blocks of the sequence, as far as they are computed."""
+    """Pins the computed blocks of the sequence."""
     awaits: int = 0
     """``suspend``: the number of the input that the program waits for, or 0."""
     run: int = 1
-    """``sample``: the maximum number of tokens that are sampled before the next STEP. In a *run* of
-    more than one token, every token is allowed, and the mask has the tokens that end the run. Only
-    for requests whose START has ``takes_runs``."""
+    """With ``sample``: the maximum number of tokens that are sampled before the next STEP. If it is
+    above 1, these tokens are a *run*: every token is allowed, and the mask has the tokens that end
+    the run. Only for requests whose START has ``takes_runs``."""
     logprobs: bool = False
     """``sample``: whether the next STEP has the log-probabilities of its tokens. A GPU worker of an
     earlier release does not send them."""
@@ -604,20 +612,21 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """``RESULT``: the answer to ``START`` or ``STEP``. The results of rounds that are not finished
     follow in a later message.
 
-    When a suspended sequence resumes, the controller worker sends its result without a STEP.
+    When a suspended sequence resumes, the controller worker sends the sequence's result without
+    having received a STEP.
     """
 
     sequences: list[StepResult]
     usual: list[int] = []
     """A short form of the most frequent results, for requests whose START has ``reads_usual``. Each
-    result is three numbers: the request, the sequence and ``StepResult.row``. Its action is
-    ``sample``, and all other fields have their defaults. If a round forks, its results are in
-    ``sequences``, because their order matters."""
+    result is three numbers: the request, the sequence and ``StepResult.row``. The action is
+    ``sample``, and all other fields have their defaults. The results of a round that forks are in
+    ``sequences`` instead, because their order matters."""
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}
-    """``Start.attempt`` of each request that was started again and has its first result in this
-    message, by the request's id. Results of the request in earlier messages belong to an earlier
+    """``Start.attempt`` by request. Contains each request that was started again and has its first
+    result in this message. Results of such a request in earlier messages belong to an earlier
     attempt."""
 
 
@@ -645,10 +654,11 @@ class End(Struct, kw_only=True, omit_defaults=True):
 
     requests: list[Id]
     elsewhere: bool = False
-    """To a state worker: whether the requests have not ended, but continue under another broker."""
+    """To a state worker: true if the requests have not ended, but continue at another broker."""
     detached: bool = False
-    """To a state worker: whether the requests' client had no connection to this broker. If several
-    brokers run, the requests may be copies of requests that continue under another broker."""
+    """To a state worker: true if the client of the requests had no connection to this broker. If
+    several brokers run, the client may then be connected to another broker, and the requests may
+    continue there."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
@@ -672,38 +682,38 @@ class Variable(Struct, array_like=True):
     """``VARIABLE``: one operation of a controller on its request's variables or inputs.
 
     An operation is identified by (request, lineage, count), so that a repeated operation gets the
-    same answer. ``give`` comes from the broker and stores the client's input number ``count``.
-    ``take`` returns the next input, with its number as the version. If no input waits, the version
-    is 0. ``save`` and ``open`` write and read a context of the request's tenant. If the context
-    does not exist, the answer to ``open`` has version 0.
+    same answer. ``give`` comes from the broker, and stores the client's input with the number
+    ``count``. ``take`` returns the next input; the version in its answer is the input's number, or
+    0 if no input waits. ``save`` and ``open`` write and read a context of the request's tenant. If
+    the context does not exist, the answer to ``open`` has version 0.
     """
 
     request: Id
     lineage: int
-    """The lineage of the sequence: 0 for sequence 0, else a hash of the forks that led to it. Each
-    sequence has a different lineage."""
+    """The lineage of the sequence: 0 for sequence 0, otherwise a hash of the forks that led to the
+    sequence. Each sequence of a request has a different lineage."""
     count: int
     """The number of the operation in its sequence, from 1."""
     op: Literal["get", "set", "append", "give", "take", "save", "open"]
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only if the variable has this version; 0 stands for a variable that does not exist. The
-    state worker's log also uses the field: an ``open`` that was refused has the number of bytes of
-    the refused context."""
+    """Write only if the variable has this version; 0 stands for a variable that does not exist. In
+    the state worker's log, an ``open`` that was refused has the number of bytes of the refused
+    context in this field."""
     place: int | None = None
-    """The number of operations of the request that come before this one. The operation is applied
-    only if exactly these have been applied. It is answered without a value, because its sender has
-    answered it from a copy of the request's variables. None: the operation is applied in any case,
-    and answered in full."""
+    """The number of the request's operations before this one. The operation is applied only if
+    exactly this number of operations has been applied. The answer then has no value, because the
+    sender has a copy of the request's variables that answers the operation. If None, the operation
+    is always applied, and the answer is complete."""
 
 
 class VariableAnswer(Struct, array_like=True):
     """``VARIABLE_ANSWER``: the variable after the operation. If ``version`` is 0, the variable does
     not exist.
 
-    The answer to an applied write has ``written`` and no value. The answer to a write whose version
-    did not match has the version and value of a ``get``.
+    The answer to an applied write has ``written``, and no value. If the version of a write did not
+    match, the answer is that of a ``get``: the present version and value.
     """
 
     request: Id
@@ -716,16 +726,16 @@ class VariableAnswer(Struct, array_like=True):
     repeated: bool = False
     """Whether the operation was done before, so that this message repeats its first answer."""
     again: bool = False
-    """With ``error``: whether the operation failed for a temporary reason, such as a full disk. It
-    may then succeed if it is sent again."""
+    """With ``error``: whether the reason of the failure is temporary, such as a full disk. The
+    operation may then succeed if it is sent again."""
     first: bool = False
-    """Whether this is the first operation of its request, apart from the inputs that the client has
-    given."""
+    """Whether this is the first operation of its request. Inputs of the client (``give``) do not
+    count."""
 
 
 class Inputs(Struct, kw_only=True, omit_defaults=True):
-    """``INPUTS``: the request of the header has a new input. Sent by the broker to the controller
-    worker of the request when the state worker has stored the input."""
+    """``INPUTS``: the request in the header has a new input. When the state worker has stored the
+    input, the broker sends this message to the request's controller worker."""
 
     number: int
     """The number of the input."""
@@ -735,7 +745,7 @@ class Inputs(Struct, kw_only=True, omit_defaults=True):
 
 MAX_ARGUMENT_BYTES = 64 * 1024
 MAX_RESULT_BYTES = 128 * 1024
-"""Maximum bytes of the arguments, and of the result, of a call. A result is stored as a variable of
+"""Maximum bytes of the arguments of a call, and of its result. A result is stored as a variable of
 its request."""
 
 
@@ -750,17 +760,18 @@ class Call(Struct, array_like=True):
     lineage: int
     """The lineage of the sequence that calls, as in ``Variable``."""
     count: int
-    """The ``count`` of the operation on variables that recorded the call."""
+    """The ``Variable.count`` of the operation that recorded the call in a variable."""
     tool: str
     arguments: bytes = b""
     """A JSON object: the arguments by name."""
     again: bool = False
-    """Whether an earlier attempt of the request may have sent the call. The call is then not made
-    again. The tool worker that has received the call sends the answer now, or when the function
-    returns."""
+    """Whether an earlier attempt of the request may already have sent the call. If so, the call is
+    not made again. The tool worker that has received the call sends the answer now, or when the
+    function returns."""
     owner: str = ""
-    """The client whose share of the tool worker's threads includes the call. The broker writes this
-    field and ``user``. A broker of an earlier release leaves both empty."""
+    """The client for which the call is made: the call counts towards this client's share of the
+    tool worker's threads. The broker writes this field and ``user``. A broker of an earlier release
+    leaves both empty."""
     user: str = ""
     """The user of the client, if one session serves several users; otherwise empty."""
 
@@ -800,9 +811,9 @@ class CallAnswer(Struct, array_like=True):
 
 
 # --- modules -------------------------------------------------------------------------------------
-# The state worker has the table of a tenant, which lists the tenant's modules and tags. The
-# controller workers that have used a module store its bytes. Messages about modules do not name a
-# request.
+# The state worker has a table for each tenant, which lists the tenant's modules and tags. The bytes
+# of a module are stored by the controller workers that have used the module. The headers of
+# messages about modules do not name a request.
 
 
 class ModuleTable(Struct, array_like=True):
@@ -813,12 +824,12 @@ class ModuleTable(Struct, array_like=True):
     """
 
     id: Id
-    """Identifies the operation. The answer has the same id, and a replacement that is sent again
-    with the same id is done once."""
+    """Identifies the operation. The answer has the same id. A replacement that is sent again with
+    the same id is done only once."""
     tenant: str
     known: int = 0
-    """The version that the sender has; 0 if the sender does not have a version, or if the table
-    does not exist yet."""
+    """The version of the table that the sender has; 0 if the sender does not have the table, or if
+    the table does not exist yet."""
     content: bytes | None = None
     """The new content; None if the operation only reads the table."""
 
@@ -833,21 +844,21 @@ class ModuleTableAnswer(Struct, array_like=True):
     """The content; None if the sender has this version, or has just written it."""
     written: bool = False
     error: str | None = None
-    """The reason why the operation was not done; the reason is temporary."""
+    """Why the operation was not done. The reason is temporary."""
 
 
 class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_MODULE``: a controller worker needs the bytes of a module.
 
     If the header has no address, the broker sends the message to all other workers that run
-    modules. Each worker that has the module reports this, without the bytes. Then the message is
-    sent again, to the address of one of these workers, which answers with the bytes.
+    modules. Each worker that has the module answers, without the bytes. Then the sender repeats the
+    message with the address of one of these workers, and this worker answers with the bytes.
     """
 
     module: str
     """The id of the module: SHA-256 of its bytes, hexadecimal."""
     send: bool = False
-    """Whether the receiver sends the bytes. If false, the receiver only reports that it has the
+    """Whether the answer must have the bytes. If false, the receiver only reports that it has the
     module."""
 
 

@@ -1,8 +1,8 @@
 """A DEALER socket on an event loop, for programs that have many sockets at once.
 
-A socket does not need a thread or a task of its own: the loop watches the socket's descriptor, and
-a receiver takes several messages at once. The number of waiting messages is bounded in both
-directions, so each end can detect that the other end has stopped reading.
+A socket does not need a thread or a task of its own, because the loop watches the socket's
+descriptor. One call of ``receive`` may return several messages. The number of waiting messages is
+bounded in both directions, so each side can detect that the other side has stopped reading.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ class AsyncDealer:
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
         self._waited = True
-        """Whether the last ``receive`` has waited. If so, other tasks have run meanwhile."""
+        """Whether the last ``receive`` has waited for a message. Other tasks have run during this
+        wait."""
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
-        """Waits until a message has arrived. Returns the messages that have arrived, up to
-        ``TAKE_AT_ONCE``; never an empty list.
+        """Waits until a message has arrived. Returns up to ``TAKE_AT_ONCE`` of the messages that
+        have arrived, and at least one.
 
-        Other tasks of the loop run between two calls, however fast messages arrive.
+        Other tasks of the loop run between two calls, even if messages arrive faster than this
+        method returns them.
         """
         if not self._waited:
             await asyncio.sleep(0)
@@ -68,13 +70,13 @@ class AsyncDealer:
                 self._sender = self._loop.create_future()
                 self._look()
                 await self._sender
-        # A send can clear the descriptor's signal that a message has arrived, so the events are
-        # read here.
+        # A send can clear the descriptor's signal that a message has arrived. So the events are
+        # read after each send.
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket. Messages that were sent are still delivered in the background for up
-        to ``linger_ms``."""
+        """Closes the socket. ZeroMQ still delivers queued messages in the background, for up to
+        ``linger_ms``."""
         if not self._socket.closed:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=linger_ms)
@@ -89,8 +91,9 @@ class AsyncDealer:
         return messages
 
     def _look(self) -> None:
-        """Wakes the tasks that wait in ``receive`` or ``send`` and can continue now. Reading the
-        events resets the descriptor, which then becomes readable again on the next change."""
+        """Wakes the tasks that wait in ``receive`` or ``send``, if they can continue now. Reading
+        the socket's events resets the descriptor. After the next change, the descriptor is readable
+        again."""
         events = int(self._socket.get(_EVENTS))
         if events & _POLLIN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)

@@ -1,10 +1,10 @@
-"""A DEALER socket with its own thread, which sends and receives the messages of a ``Peer``.
+"""A DEALER socket with a thread of its own. The thread sends and receives the messages of a
+``Peer``.
 
 A ``Peer`` is one side of the protocol: a worker's lease or a client's session. Its code does not
 depend on sockets. A ``Dealer`` is the peer's connection to the broker. It owns the socket, and does
-not depend on the content of messages. It handles wake-ups from other threads, reconnects with
-growing pauses, sends the remaining messages before it closes, and handles a terminated ZeroMQ
-context.
+not depend on the content of messages. Other threads can wake it. It reconnects with growing pauses,
+sends the remaining messages before it closes, and ends if its ZeroMQ context is terminated.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ PAUSES_S = (0.05, 1.0)
 """The pause after the first of consecutive failures, and the longest pause, in seconds. Each pause
 is twice the previous one."""
 ELSEWHERE_S = 0.2
-"""The longest pause if the next connection is to another broker, in seconds."""
+"""The longest pause before a connection to another broker, in seconds."""
 OFFLINE_TICK_S = 0.1
 """Interval between checks of the peer's deadlines during a pause, in seconds."""
 NEVER_MS = 600_000
-"""Time in milliseconds after which ZeroMQ would connect a socket again. A socket that has lost its
-connection is closed long before this time. If ZeroMQ connected the socket again, it would send
-queued messages to a broker that has not received the peer's first message."""
+"""Time in milliseconds after which ZeroMQ would reconnect a socket. ZeroMQ must never reconnect a
+socket, because the queued messages would then reach a broker that has not received the peer's first
+message. So the time is long: the dealer closes a socket without a connection much earlier."""
 MIN_WAIT_S = 0.001
-"""The shortest wait of the thread if nothing has arrived, in seconds."""
+"""The shortest time that the thread waits for messages, in seconds."""
 JOIN_S = 5.0
 """How long ``close`` waits for the thread, in seconds."""
 
@@ -69,16 +69,18 @@ _HANDSHAKE_FAILED = (
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Events that show that the socket has no connection."""
 _EVENT = struct.Struct("=hi")
-"""The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
+"""The first frame of a message from a socket's monitor: an event and a value
+(zmq_socket_monitor)."""
 _TCP = re.compile(r"[][0-9A-Za-z:][][0-9A-Za-z.:%;_*-]*:[0-9]+", re.ASCII)
-"""A TCP address after its scheme, as ZeroMQ accepts it before it resolves the host. ZeroMQ also
-accepts an address without a host, to which it never connects."""
+"""Matches the part of a TCP address after the scheme. The rules are those that ZeroMQ checks before
+it resolves the host, and one more: the address has a host. ZeroMQ accepts an address without a
+host, but never connects to it."""
 MAX_PATH_BYTES = 107
 """Maximum number of bytes of the path of a Unix socket."""
 CLOSED_OFTEN = 3
-"""If a broker with keys closes this number of connections in a row during the handshake, without a
-reason, the dealer reports that the key file is for another broker. A stopping broker closes one or
-two connections in this way."""
+"""The dealer counts connections that a broker with keys closes during the handshake without a
+reason. After this number of such connections in a row, the dealer reports that the key file is for
+another broker. A broker that stops closes only one or two connections in this way."""
 
 
 class AddressError(ValueError):
@@ -86,7 +88,8 @@ class AddressError(ValueError):
 
 
 class HandshakeError(OSError):
-    """The broker does not accept the connection. ``Peer.refused`` is called with ``refusal``."""
+    """The broker does not accept the connection. The dealer then calls ``Peer.refused`` with
+    ``refusal``."""
 
     def __init__(self, refusal: TokenbusError) -> None:
         super().__init__(refusal.message)
@@ -154,9 +157,9 @@ def check_address(address: str) -> None:
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """The next message that has arrived; None if no message waits.
 
-    The function uses pyzmq's backend, which takes 0.7 µs for a frame; ``recv_multipart`` takes 1.1
-    µs. Frames are received without a copy, because only a frame that was not copied shows whether
-    another frame of the message follows.
+    The function calls pyzmq's backend, which takes 0.7 µs for a frame; ``recv_multipart`` takes 1.1
+    µs. Frames are received without a copy, because only an uncopied frame shows whether another
+    frame of the message follows.
     """
     try:
         frame = _RECV(socket, _NOBLOCK, False)
@@ -183,7 +186,7 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Events:
-    """Detects a failed handshake of one socket, and the loss of the socket's connection.
+    """Detects that the handshake of a socket has failed, or that the socket's connection was lost.
 
     The object must be created before the socket connects, because ZeroMQ reports an event only
     once.
@@ -218,10 +221,11 @@ class _Events:
         self._events.close(0)
 
     def _refusal(self, event: int, value: int) -> str | None:
-        """The message for a failed handshake; None if the failure may be temporary.
+        """An error message for a failed handshake; None if the failure may be temporary.
 
-        If only one side uses keys, the broker usually closes the connection before it has sent its
-        mechanism. The failure then has no reason, so this method asks the broker for its mechanism.
+        A side's security mechanism says whether it uses keys. If only one side uses keys, the
+        broker usually closes the connection before it has sent its mechanism. ZeroMQ then reports
+        no reason. So this method requests the broker's mechanism (``greeting.py``).
         """
         broker, key = f"the broker at {self._address}", self._key
         mechanism = None
@@ -236,7 +240,7 @@ class _Events:
                 return None
             return (
                 f"{broker} accepts only connections with a key; if its run directory is on this "
-                "machine, set TOKENBUS_RUN_DIR to the directory, otherwise make a key file on the "
+                "machine, set TOKENBUS_RUN_DIR to the directory; if not, make a key file on the "
                 "broker's machine with 'tokenbus keys new NAME' and set TOKENBUS_KEY to the file"
             )
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
@@ -266,9 +270,9 @@ class _Events:
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
-    While a socket is open, an exception in a method closes the socket, and a new socket is opened
-    after a pause. During the pause, exceptions are only logged. Times are seconds of the monotonic
-    clock.
+    If a method raises an exception while a socket is open, the socket is closed, and a new socket
+    is opened after a pause. If a method raises an exception during the pause, it is only logged.
+    Times are seconds of the monotonic clock.
     """
 
     def connected(self, now: float) -> None:
@@ -276,25 +280,26 @@ class Peer(Protocol):
         the old socket."""
 
     def disconnected(self, now: float) -> None:
-        """Called when the connection has failed and the socket is closed. A pause follows. Messages
-        that the peer yields before the next ``connected`` are discarded."""
+        """Called when the connection has failed and the socket was closed. A pause follows. Until
+        the next ``connected``, messages that the peer yields are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """Called with the messages that have arrived, in order; never an empty list."""
+        """Called with the messages that have arrived, in order. The list is never empty."""
 
     def outgoing(self, now: float) -> Iterable[Frames]:
         """Yields the messages to send now, and checks the peer's deadlines.
 
-        Called after ``receive``, after each wake-up, and when ``wait_s`` has passed. The method is
-        also called during a pause between two sockets; the messages are then discarded.
+        Called after ``receive``, after each wake-up, and when ``wait_s`` has passed. Also called
+        during a pause between two sockets. The messages are discarded in this case.
         """
 
     def wait_s(self, now: float) -> float:
-        """Seconds after which ``outgoing`` is called again, unless a wake-up or a message comes
-        earlier."""
+        """Seconds after which ``outgoing`` must be called again. If a wake-up or a message comes
+        earlier, ``outgoing`` is called earlier."""
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for so long that a new socket is needed."""
+        """Whether the connection counts as lost, because the broker was silent for too long. The
+        dealer then opens a new socket."""
 
     def refused(self, error: TokenbusError) -> None:
         """Called when the broker does not accept the connection. The next connection is opened
@@ -307,16 +312,17 @@ class Peer(Protocol):
 class Dealer:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``address`` may be several addresses, separated by commas, if any of these brokers may be used.
-    The dealer connects to one of the brokers. If that broker fails, is silent or refuses the
-    connection, the dealer connects to the next broker.
+    ``address`` may be several addresses of brokers, separated by commas. The dealer connects to one
+    of these brokers. If this broker fails, is silent or refuses the connection, the dealer connects
+    to the next broker.
 
     ZeroMQ's queue of sent messages is not bounded, so a send does not block. The queue is discarded
-    when the socket is closed, at the latest when the peer reports ``lost``. ``linger_ms`` is how
-    long an orderly close continues to send, in milliseconds.
+    when the socket is closed. If the broker does not read, the socket is closed when the peer
+    reports ``lost``. ``linger_ms``: maximum time in milliseconds that ``close`` spends on sending
+    the remaining messages.
 
-    The connection's thread receives messages and checks deadlines. Any thread may ``send``, because
-    sending a message takes less time than handing it to the connection's thread.
+    The connection's thread receives messages and checks deadlines. Any thread may call ``send``,
+    because sending a message takes less time than waking the connection's thread.
 
     ``packed``: whether messages are packed, as between broker and workers
     (``protocol/packing.py``). ``key``: the key for the connection, or None. Raises AddressError if
@@ -348,14 +354,14 @@ class Dealer:
         self._turn = threading.Lock()
         """A lock that a thread holds while it uses the socket."""
         self._socket: zmq.Socket[bytes] | None = None
-        """The socket if other threads may send on it, else None."""
+        """The socket, as long as other threads may send on it. None at all other times."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
         self._dropped = ""
-        """The last error that a received message caused. Further messages with the same error are
-        not logged."""
+        """The last error for which a received message was dropped. If further messages have the
+        same error, they are not logged."""
         self._refusals = Counter[str]()
         for valid in self._addresses:
             check_address(valid)
@@ -387,8 +393,8 @@ class Dealer:
         self._thread = thread
 
     def wake(self) -> None:
-        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
-        thread and any finalizer."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. Any thread and any
+        finalizer may call this method."""
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"!")
 
@@ -396,8 +402,8 @@ class Dealer:
         """Sends the messages of ``queue`` in order, on the calling thread if no other thread uses
         the socket.
 
-        Otherwise the connection's thread soon calls the peer's ``outgoing``, which must yield the
-        messages of ``queue``. May be called from any thread.
+        If another thread uses the socket, the connection's thread soon calls the peer's
+        ``outgoing``, which must yield the messages of ``queue``. Any thread may call ``send``.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -408,8 +414,8 @@ class Dealer:
         self.wake()
 
     def _sent_here(self, queue: deque[Frames]) -> bool:
-        """Sends the queue on the calling thread. Returns whether all messages are sent and the
-        connection's thread does not have to do anything."""
+        """Sends the queue on the calling thread. Returns False if the connection's thread must be
+        woken: messages are left in the queue, or messages may have arrived."""
         socket = self._socket
         if socket is None:
             return False
@@ -422,7 +428,7 @@ class Dealer:
             # then be woken.
             return not readable(socket)
         except zmq.ZMQError:
-            # The connection's thread gets the same error and handles it.
+            # The connection's thread will get the same error, and handles it.
             return False
 
     def close(self) -> None:
@@ -496,7 +502,7 @@ class Dealer:
         self._at = (self._at + 1) % len(self._addresses)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits while the dealer has no socket. The peer's deadlines are still checked, and the
+        """Waits between two sockets. Meanwhile, the peer's deadlines are still checked, and the
         peer's messages are discarded."""
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0 and not self._closing:
@@ -530,7 +536,8 @@ class Dealer:
                 socket.close(linger=self._linger_ms if self._closing else 0)
 
     def _exchange(self, socket: zmq.Socket[bytes], events: _Events) -> None:
-        # zmq.Poller would use the socket itself, while other threads may be sending on it.
+        # zmq.Poller would use the socket itself, which is not safe while another thread sends on
+        # it.
         poller = select.poll()
         poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
@@ -538,8 +545,8 @@ class Dealer:
         with self._turn:
             self._peer.connected(time.monotonic())
         while True:
-            # A refusal is reported before the peer checks its deadlines. Otherwise the peer of a
-            # busy machine could report a timeout instead.
+            # A refusal is reported before the peer checks its deadlines. If the deadlines were
+            # checked first, a peer on a busy machine could report a timeout instead of the refusal.
             try:
                 events.check()
             except GoneError:
@@ -550,8 +557,8 @@ class Dealer:
                 with self._turn:
                     wait_s = self._take_turn(socket)
             except zmq.Again:
-                # If the connection was refused, each send raises ``zmq.Again``, because the
-                # socket's queue is always full.
+                # If the connection was refused, the socket's queue counts as full. So each send
+                # raises ``zmq.Again``.
                 events.check()
                 raise
             if wait_s is None:
@@ -569,8 +576,8 @@ class Dealer:
             self._received = True
             self._refusals.pop(self.address, None)
             peer.receive(messages, now)
-        # The flag is read before ``outgoing`` is called, so that messages that were queued before
-        # the close are sent.
+        # The flag ``_closing`` is read before ``outgoing`` is called. So all messages that were
+        # queued before ``close`` are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             send(socket, pack(frames) if self._packed else frames)
@@ -590,8 +597,8 @@ class Dealer:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
         messages: list[Frames] = []
         while len(messages) < RECEIVE_AT_ONCE:
-            # Checking for a message takes half as long as a failed receive. So the check saves time
-            # if usually at most one message has arrived.
+            # A check for a message takes half as long as a receive that fails. Usually at most one
+            # message has arrived, so the check saves time.
             if len(messages) < 2 and not readable(socket):
                 break
             frames = receive(socket)
@@ -606,7 +613,8 @@ class Dealer:
             try:
                 unpacked.append(unpack(frames))
             except RequestError as error:
-                # A wrong broker sends the same answer about once a second.
+                # If the address belongs to a wrong broker, the same answer arrives about once a
+                # second.
                 if error.message != self._dropped:
                     self._dropped = error.message
                     log.warning("dropped a message from the broker at %s: %s", self.address, error)

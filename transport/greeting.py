@@ -1,8 +1,8 @@
 """Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37).
 
-If a broker and its peer require different mechanisms, the broker usually closes the connection
-before it has sent its own mechanism. libzmq's monitor then reports no reason. ``mechanism_of`` does
-not send a mechanism, so the broker sends its whole greeting.
+The two sides of a connection must have the same mechanism. If they do not, the broker usually
+closes the connection before it has sent its mechanism. libzmq's monitor then reports no reason.
+``mechanism_of`` sends no mechanism, so the broker sends its whole greeting.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import socket as sockets
 import time
 
 GREETING_S = 2.0
-"""How long ``mechanism_of`` waits for the greeting, in seconds."""
+"""Maximum time for which ``mechanism_of`` waits for the greeting, in seconds."""
 GREETING_BYTES = 64
 SIGNATURE_AND_VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03"
-"""The first bytes of a greeting of ZMTP 3. When the broker has received them, it sends the rest of
-its own greeting."""
+"""The first bytes of a greeting in ZMTP 3. A broker that has received them sends the rest of its
+own greeting."""
 _MECHANISM = slice(12, 32)
 """The bytes of the greeting that name the mechanism, in ASCII and padded with zeros."""
 
@@ -43,7 +43,7 @@ def _connected(address: str) -> sockets.socket:
     scheme, _, place = address.partition("://")
     if scheme == "tcp":
         host, _, port = place.rpartition(":")
-        # ZeroMQ accepts an address of this machine before a semicolon.
+        # In ZeroMQ's form, a source address and a semicolon may precede the host.
         host = host.rpartition(";")[2].strip("[]")
         return sockets.create_connection((host, int(port)), GREETING_S)
     if scheme != "ipc":

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 SCHEME = "memory://"
 PIPE = 256
-"""Maximum number of messages that wait in a link for its receiver. Further messages wait in the
+"""Maximum number of messages from the broker that wait in a link. Further messages wait in the
 broker's outbox, which is bounded."""
 
 
 class Listener(Protocol):
-    """The broker's end of an address. Both methods are called on any thread."""
+    """The broker's end of an address. Any thread may call both methods."""
 
     def arrived(self, link: Link, frames: Frames) -> None:
-        """Called when a message of ``link`` has arrived; may block until the broker has room for
-        it."""
+        """Called when a message of ``link`` has arrived. May block until the broker has room for
+        the message."""
 
     def closed(self, link: Link) -> None:
         """Called when the owner of ``link`` has closed it."""
@@ -58,7 +58,7 @@ def unlisten(address: str) -> None:
 
 
 class Link:
-    """A connection to the broker at ``address``; the broker identifies it by ``peer``.
+    """A connection to the broker at ``address``. The broker identifies the connection by ``peer``.
 
     ``notify`` is called, on any thread, whenever a message of the broker has arrived, or the broker
     has closed the link. Raises AddressError if no broker of this process listens at ``address``.
@@ -71,13 +71,14 @@ class Link:
         self._listener = listener
         self._notify = notify
         self._waiting: deque[Frames] = deque()
-        # The id has the form of ZeroMQ's own routing ids, which clients cannot choose.
+        # The id has the form of the routing ids that ZeroMQ itself assigns. Clients cannot choose
+        # ids of this form.
         self.peer = b"\0" + next(_numbers).to_bytes(8, "big")
         self.broken = False
         """Whether the link is closed, by the broker or by its owner."""
 
     def send(self, frames: Frames) -> None:
-        """Sends a message to the broker. The message is lost if the link is broken."""
+        """Sends a message to the broker. If the link is broken, the message is lost."""
         if not self.broken:
             self._listener.arrived(self, frames)
 
@@ -121,8 +122,8 @@ class MemoryCarrier:
         self._peer = peer
         self._name = name
         self._woken: SimpleQueue[None] = SimpleQueue()
-        """The wake-ups of the thread. Unlike ``Event.set``, ``put`` may be called by a finalizer
-        that interrupts another ``put``."""
+        """The wake-ups of the thread. Unlike ``Event.set``, ``put`` of a ``SimpleQueue`` may be
+        called by a finalizer that interrupts another ``put``."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -145,13 +146,13 @@ class MemoryCarrier:
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
-        thread."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. Any thread may call this
+        method."""
         self._woken.put(None)
 
     def send(self, queue: deque[Frames]) -> None:
-        """Wakes the connection's thread, which sends the messages that ``outgoing`` yields. The
-        peer's ``outgoing`` must yield the messages of ``queue``."""
+        """Wakes the connection's thread. The thread calls the peer's ``outgoing``, which must yield
+        the messages of ``queue``, and sends these messages."""
         self.wake()
 
     def close(self) -> None:
@@ -200,8 +201,8 @@ class MemoryCarrier:
         now = time.monotonic()
         if messages:
             peer.receive(messages, now)
-        # The flag is read before ``outgoing`` is called, so that messages that were queued before
-        # the close are sent.
+        # The flag is read before ``outgoing`` is called. So all messages that were queued before
+        # ``close`` are sent.
         closing = self._closing
         for frames in peer.outgoing(now):
             link.send(frames)

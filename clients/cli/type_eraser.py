@@ -1,8 +1,8 @@
 """Erases the types of a script in TypeScript, so that the rest is JavaScript.
 
-Types are replaced with spaces and line breaks are kept. So the rest of the script keeps its lines
-and columns, and errors need no source map. Source: Bloomberg's ts-blank-space. The parser is
-tree-sitter's grammar of TypeScript.
+Spaces replace the types, and line breaks stay. So the rest of the script keeps its lines and
+columns, and the positions in errors are right without a source map. Source: Bloomberg's
+ts-blank-space. The parser is tree-sitter's grammar of TypeScript.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TYPES = frozenset(
         "override_modifier",
     }
 )
-"""Nodes of the syntax tree with these node types are erased as parts of a construct."""
+"""Node types of the syntax tree. Nodes of these types are erased from the construct that contains
+them."""
 _DECLARATIONS = frozenset(
     {
         "ambient_declaration",
@@ -39,7 +40,8 @@ _DECLARATIONS = frozenset(
         "index_signature",
     }
 )
-"""Nodes with these node types are erased as whole statements or as whole members of a class."""
+"""Node types of the syntax tree. Nodes of these types are erased as whole statements or as whole
+members of a class."""
 _TOKENS = {
     "optional_parameter": ("?",),
     "method_definition": ("?",),
@@ -47,7 +49,8 @@ _TOKENS = {
     "abstract_class_declaration": ("abstract",),
     "non_null_expression": ("!",),
 }
-"""Tokens that TypeScript adds to constructs of JavaScript, by the type of the construct's node."""
+"""Maps the node type of a JavaScript construct to the tokens that TypeScript adds to the
+construct."""
 _STATEMENTS = frozenset(
     {
         "expression_statement",
@@ -145,8 +148,8 @@ class _Eraser:
 
     def _erase_part(self, node: Node) -> None:
         """Erases a part of a construct. If the part ends a statement at a line break, or begins a
-        member of a class, a semicolon takes its place. Without the semicolon, JavaScript might join
-        two lines to one statement."""
+        member of a class, a semicolon replaces the part. Without the semicolon, JavaScript might
+        read two lines as one statement."""
         parent = node.parent
         assert parent is not None
         self._blank(node.start_byte, node.end_byte)
@@ -163,7 +166,8 @@ class _Eraser:
         keyword, parent = node.children[1], node.parent
         erased = self._text[keyword.start_byte : node.end_byte]
         if b"[" in (line.strip()[:1] for line in erased.splitlines()[1:]):
-            raise _fault(node, "a type before a line with [; expected a semicolon")
+            what = "a type with a line that begins with '['; expected a semicolon before '[', or "
+            raise _fault(node, f"{what}the type on one line")
         self._blank(keyword.start_byte, node.end_byte)
         # If the next line begins with a parenthesis, tree-sitter parses a call, but TypeScript
         # parses a new statement.
@@ -187,8 +191,9 @@ class _Eraser:
         return first.type == "this"
 
     def _keep_arrow_on_line(self, node: Node, result: Node) -> None:
-        """Moves the closing parenthesis of the parameters to the end of the result's type if a line
-        break is between the two. JavaScript does not allow a line break before the arrow."""
+        """If a line break is between the parameters and the end of the result's type, moves the
+        closing parenthesis of the parameters to this end. JavaScript does not allow a line break
+        between the parenthesis and the arrow."""
         parameters = node.child_by_field_name("parameters")
         if parameters is not None and b"\n" in self._text[parameters.end_byte : result.end_byte]:
             self.made[parameters.end_byte - 1] = ord(" ")

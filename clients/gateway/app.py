@@ -56,8 +56,8 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application. ``Traffic`` wraps the error handlers, so that it also counts the
-    answers that they make."""
+    """Starlette's application. ``Traffic`` wraps the error handlers too, so that it also counts
+    their answers."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Wraps the application in ``Traffic``. Starlette calls this method once."""

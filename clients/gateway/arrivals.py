@@ -1,7 +1,7 @@
 """Receives the messages of a WebSocket, even while the gateway waits for another event.
 
 Starlette reports the end of a WebSocket only to a caller of ``receive``. If the gateway waited for
-another event without receiving, it would not notice that the client has disconnected.
+another event without calling ``receive``, it would not detect that the client has disconnected.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 MAX_EARLY_CHARS = 65_536
-"""``Arrivals.during`` stops receiving when the unread text messages have this number of characters
-or more."""
+"""When all unread text messages together have this number of characters, ``Arrivals.during`` stops
+receiving."""
 MAX_EARLY = 64
-"""``Arrivals.during`` stops receiving when this number of messages is unread."""
+"""When this number of messages is unread, ``Arrivals.during`` stops receiving."""
 NO_STATUS = 1005
 """Close code of a WebSocket that was closed without a code (RFC 6455)."""
 
@@ -45,9 +45,9 @@ class Arrivals:
         return message
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits until ``work`` is done, and receives messages meanwhile. Raises the error of
-        ``work`` if it fails. If the client disconnects first, cancels ``work`` and raises
-        WebSocketDisconnect."""
+        """Waits until ``work`` is done, and receives messages during this time. If ``work`` fails,
+        raises its error. If the client disconnects before the end of ``work``, cancels ``work`` and
+        raises WebSocketDisconnect."""
         working = asyncio.create_task(work)
         try:
             while not working.done() and self._has_room:
@@ -65,7 +65,7 @@ class Arrivals:
             working.cancel()
 
     async def close(self) -> None:
-        """Cancels the receiving task, if ``during`` has left one."""
+        """If the task that receives the next message is still running, cancels this task."""
         if self._receiving is not None:
             self._receiving.cancel()
             with contextlib.suppress(asyncio.CancelledError, RuntimeError):

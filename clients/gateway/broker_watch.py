@@ -1,7 +1,8 @@
-"""Detects for tunnels (``tunnels.py``) that the broker was restarted or does not answer.
+"""Detects that the broker was restarted or does not answer. A *tunnel* (``tunnels.py``) passes on
+the messages between a WebSocket and the broker; it closes the WebSocket in this case.
 
-ZeroMQ connects again by itself. A WebSocket client that does not send PINGs would therefore wait
-forever for streams that a restarted broker does not have.
+ZeroMQ connects again by itself, without a report. If a WebSocket client sent no PINGs, it would
+then wait forever for streams that a restarted broker does not have.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class BrokerWatch:
         self._context = context
         self.front = front
         self.answers = True
-        """Whether the broker answers. True before the first session. False from the end of a
-        session until the next WELCOME."""
+        """Whether the broker answers. True at first. When a session ends, the value becomes False
+        until the next WELCOME."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key
         self._task: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        """Set when the broker has sent WELCOME in the current session, or when the session has
-        ended. Each session has a new event."""
+        """An event of the current session: set when the broker has sent WELCOME, or when the
+        session has ended. Each session has a new event."""
 
     def start(self) -> None:
         """Starts the watch unless it has started."""
@@ -64,8 +65,8 @@ class BrokerWatch:
         """Waits until the broker has sent WELCOME, or until ``lost`` was called. Raises
         TimeoutError if neither happens in time, for example if the socket cannot be opened.
 
-        A tunnel sends its first message only after this wait. If the tunnel sent a message earlier
-        and the broker were then restarted, the watch would not report the restart.
+        A tunnel sends its first message only after this wait. If it sent a message earlier, and the
+        broker was then restarted before the WELCOME, the watch would not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()

@@ -1,11 +1,11 @@
-"""Checks and marks the messages of users, which a tunnel (``tunnels.py``) sends to the broker over
-the gateway's connection.
+"""Checks and marks the messages that WebSocket clients send to the broker over the gateway's
+connection.
 
-The gateway's connection may have more rights than the users: the broker treats a client on its own
-machine, or with the key of that machine, as the operator. Messages that only the operator may send
-are therefore refused. The effects of HELLO and STATUS depend on the sender's rights, so the gateway
-marks these messages as a user's. The mark of a HELLO is valid only for its connection. If ZeroMQ
-has connected again, the broker does not have this mark, so each STATUS has its own mark.
+The gateway's connection may have more rights than its users: the broker treats a client on its own
+machine, or with the key of that machine, as the operator. So the gateway refuses messages that only
+the operator may send. The effects of HELLO and STATUS depend on the sender's rights, so the gateway
+marks them as messages of a user. The mark of a HELLO is valid only for one connection of ZeroMQ.
+ZeroMQ may connect again, so each STATUS has a mark of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def carried(frames: Frames) -> Frames:
     if kind == b"HELLO":
         hello: Hello = decode_as(Hello, frames[1])
         hello.capabilities = [*hello.capabilities, CARRIES_USERS]
-        # A gateway counts a user's requests only while the WebSocket is open. Kept streams would
-        # take the share of all users of the gateway at the broker.
+        # The gateway counts a user's requests only while the WebSocket is open. With ``keep_s``,
+        # streams could continue without being counted, and use the share of all users of the
+        # gateway at the broker.
         hello.keep_s = 0.0
         return [kind, encode_body(hello, encoding_of(frames[1])), *frames[2:]]
     if kind == b"STATUS":

@@ -52,7 +52,7 @@ def routes() -> list[BaseRoute]:
 
 
 def _root() -> Any:
-    """Serves the page to browsers, and redirects other clients to ``/console``."""
+    """Answers browsers with the page. Redirects other clients to ``/console``."""
     page = serve_file(FOLDER / PAGE, vary="accept")
 
     async def root(request: Request) -> Response:

@@ -1,10 +1,10 @@
 """Decides which fields of a request have no effect, and which fields are refused.
 
 Programs send fields that this gateway does not implement. By default, unknown fields are ignored.
-The header ``x-tokenbus-ignored`` of the answer names the unknown fields at the top level that are
-neither null nor false. Elements of an unknown ``type``, such as hosted tools, are left out of
-lists, and the header names these elements. With the setting ``strict_fields``, unknown fields and
-elements are refused, except fields in ``WITHOUT_EFFECT``.
+The header ``x-tokenbus-ignored`` of the answer names the unknown fields at the top level, except
+fields that are null or false. A list may have elements of an unknown ``type``, such as hosted
+tools. These elements are left out, and the header names them. With the setting ``strict_fields``,
+unknown fields and elements are refused, except fields in ``WITHOUT_EFFECT``.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ _ANTHROPIC = {
 """Fields of Anthropic's interface. ``cache_control`` has no effect, because prefixes are always
 cached."""
 WITHOUT_EFFECT = frozenset(_OPENAI | _SENT_BACK | _ANTHROPIC)
-"""Fields of other servers. If the struct of a body does not declare such a field, the field does
-not change the answer, and ``strict_fields`` accepts it."""
+"""Fields of other servers. If a body has such a field, and its struct does not declare the field,
+the field does not change the answer. ``strict_fields`` accepts these fields."""
 CHANGES_ANSWER = {
     "prompt": "prompts are not stored; send the messages",
     "prompt_embeds": "prompts are text or token ids",
     "use_beam_search": "sequences are sampled; leave use_beam_search out",
 }
-"""Unknown fields at the top level that are refused even without ``strict_fields``, because an
-answer that ignores them is not the requested answer. Each value is the end of the error message
-for its field."""
+"""Unknown fields at the top level that are always refused, even without ``strict_fields``. If the
+gateway ignored such a field, the answer would not be the requested answer. The value is the end of
+the error message for the field."""
 REFERENCES = frozenset({"item_reference"})
-"""Types of elements that are never left out, because they stand for parts of the conversation. If
-an interface does not support such a type, it refuses the request."""
+"""Types of elements that stand for parts of the conversation, and are never left out. If an
+interface does not support such a type, it refuses the request."""
 
 
 class Ignored:
-    """Collects the names of the parts of one request that have no effect, or refuses these
-    parts."""
+    """Collects the names of the parts of one request that have no effect. With ``strict_fields``,
+    refuses these parts."""
 
     def __init__(self, strict: bool = False, accepted: frozenset[str] = WITHOUT_EFFECT) -> None:
         """``strict``: unknown fields are refused, except those in ``accepted``."""
@@ -149,8 +149,9 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 
 def declared_fields(value: dict[str, Any], kind: Hashable) -> dict[str, Any]:
-    """The fields that the struct of an object declares, without unknown elements and fields at any
-    depth. ``kind``: a struct, or a union of structs. Empty if the type of the object is unknown."""
+    """Returns an object without its unknown elements and fields, at any depth. ``kind``: the struct
+    that declares the fields, or a union of structs. The result is empty if the type of the object
+    is unknown."""
     info = type_of(kind)
     if _shape_of(info).struct_of(value) is None:
         return {}
@@ -173,8 +174,8 @@ def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 
 class _Shape:
-    """The parts of a declared type that ``_walk`` uses. A body may have thousands of values of the
-    type, so they are computed only once."""
+    """The properties of a declared type that ``_walk`` uses. A body may have thousands of values of
+    the type, so these properties are computed only once."""
 
     def __init__(self, kind: inspect.Type) -> None:
         self.kind = kind
@@ -190,7 +191,8 @@ class _Shape:
         """The type of a list's elements; None if no element is decoded to a struct."""
         types_of_elements = frozenset(_types(structs))
         self.types = types_of_elements | REFERENCES if types_of_elements else frozenset()
-        """The values of ``type`` that an element of a list may have; empty if there may be any."""
+        """The values of ``type`` that an element of a list may have; empty if every value is
+        allowed."""
 
     @cached_property
     def fields(self) -> dict[str, inspect.Type]:
@@ -209,8 +211,8 @@ class _Shape:
 
 
 _shapes: dict[int, _Shape] = {}
-"""The shapes of declared types by the ids of these types, which cannot be hashed. A shape keeps its
-type, so that no other type gets its id."""
+"""The shapes of declared types. The types cannot be hashed, so the key is ``id`` of the type. A
+shape has a reference to its type, so that no other type gets the same id."""
 
 
 def _shape_of(kind: inspect.Type) -> _Shape:
@@ -264,7 +266,7 @@ def _walk_list(value: list[Any], shape: _Shape, path: str, ignored: Ignored) -> 
     found = []
     for number, element in enumerate(value):
         # Only objects with fields need the slower code below. A body may have a million numbers and
-        # empty objects, but only ``MAX_STRINGS`` fields.
+        # empty objects, but at most ``MAX_STRINGS`` fields.
         if not isinstance(element, dict) or not element:
             found.append(element)
             continue

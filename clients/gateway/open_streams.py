@@ -1,5 +1,5 @@
-"""Tracks the unanswered requests of a WebSocket. A draining gateway closes the WebSocket when all
-requests are answered."""
+"""Tracks the unanswered requests of a WebSocket. Before a gateway ends, it closes the WebSocket
+when all requests are answered."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _About(Struct):
 
     @property
     def is_end(self) -> bool:
-        """Whether the message ends the stream with its ``stream_id``. The stream continues after a
-        MSG that only confirms an ATTACH or an input, and after an ERROR that refuses a further
-        message of the stream, such as an input."""
+        """Whether the message ends the stream with its ``stream_id``. A MSG that only confirms an
+        ATTACH or an input does not end the stream. An ERROR that only refuses a further message of
+        the stream, such as an input, does not end it either."""
         if self.type is None:
             return self.attached is UNSET and self.input is UNSET
         if self.type == "ATTACH":

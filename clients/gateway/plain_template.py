@@ -1,7 +1,7 @@
 """The chat template for models that do not have one.
 
-The template writes one message after another, as ``User: …`` and ``Assistant: …``. If the request
-has tools, the text begins with the tools and the form of a call.
+The template writes the messages in order, as ``User: …`` and ``Assistant: …``. If the request has
+tools, the text begins with the tools and the form of a call.
 """
 
 PLAIN_TEMPLATE = """\

@@ -11,18 +11,18 @@ from referencing import Registry
 
 FORMATS = Draft202012Validator.FORMAT_CHECKER
 LOCAL: Registry[Any] = Registry()
-"""A registry without other schemas, so that only references within a schema are resolved. By
-default, jsonschema would open the URLs of other references."""
+"""A registry without schemas, so that only references within a schema are resolved. With
+jsonschema's default registry, references to URLs would be opened."""
 
 
 def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[str, str]:
-    """For each keyword of ``keywords``, the outcome of the check of ``value`` against ``schema``:
+    """Checks ``value`` against ``schema``. Returns the outcome for each keyword of ``keywords``:
     ``checked`` (the value passes), ``failed`` or ``not checked``."""
     checked = dict.fromkeys(keywords, "checked")
     if "format" in checked:
-        # The keyword ``format`` is checked here only for formats that llguidance does not
-        # implement. jsonschema ignores most of them too, so a missing error does not show that the
-        # value passes.
+        # ``format`` is only in ``keywords`` for formats that llguidance does not implement.
+        # jsonschema ignores most of these formats. So if there is no error, the value need not have
+        # the format.
         checked["format"] = "not checked"
     try:
         make = validator_for(schema, default=Draft202012Validator)

@@ -30,13 +30,13 @@ MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
 """Maximum size of a WebSocket message in bytes. A controller module of 16 MiB fits, encoded in
 base64."""
 IDLE_MARGIN_S = 0.5
-"""Time in seconds, in addition to ``timeout_keep_alive``, after which a draining gateway no longer
-waits for idle connections. uvicorn closes an idle connection after ``timeout_keep_alive``."""
+"""uvicorn closes an idle connection after ``timeout_keep_alive``. A draining gateway waits for this
+time plus this number of seconds, and then no longer waits for idle connections."""
 CHECK_S = 0.05
 """Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
-"""Maximum time for which a draining gateway waits until a load balancer has received a 503 from
-``/ready``, in seconds."""
+"""A draining gateway waits at most this number of seconds until a load balancer has received a 503
+from ``/ready``."""
 
 
 class BindError(Exception):
@@ -85,11 +85,12 @@ def listen(settings: Settings) -> socket.socket:
 class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, then finishes the running requests.
 
-    After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready`` and only
-    this gateway listens on the port, the gateway accepts connections until the load balancer has
-    received the 503, but at most for ``READY_SEEN_S``. So the load balancer does not send requests
-    to a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes over the
-    port, and this process has ``linger_s`` to finish its requests (``lingering.py``).
+    After the first signal, the gateway drains: ``/ready`` answers 503. If a load balancer polls
+    ``/ready``, and only this gateway listens on the port, the gateway still accepts connections
+    until the load balancer has received the 503. This wait takes at most ``READY_SEEN_S``. So the
+    load balancer does not send requests to a closed port. SIGUSR2 has the effect of SIGTERM with
+    two differences: a successor takes over the port, and this process has ``linger_s`` to finish
+    its requests (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
@@ -120,12 +121,13 @@ class GatewayServer(uvicorn.Server):
         self._leaves = False
         """Whether SIGUSR2 was received."""
         self._shares_port = settings.gateways > 1
-        """Whether several gateways share the port. If so, another process may answer a probe."""
+        """Whether several gateways share the port. If so, another process may answer the requests
+        of a load balancer."""
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal. The first signal starts the drain. A further signal ends the wait for a
-        load balancer or, after this wait, the process."""
+        """Handles a signal. The first signal starts the drain. During the wait for a load balancer,
+        a further signal ends this wait. After this wait, a further signal ends the process."""
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True
@@ -144,9 +146,10 @@ class GatewayServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shuts down when the running requests have ended, or after ``drain_s`` (``linger_s`` after
-        SIGUSR2). Connections that the kernel has accepted are served. The next answer on an open
-        connection has ``connection: close``, and after this answer the connection is closed."""
+        """Shuts down when the running requests have ended, but at the latest after ``drain_s``, or
+        after ``linger_s`` if SIGUSR2 was received. Connections that the kernel has accepted are
+        served. The next answer on an open connection has ``connection: close``. After this answer,
+        the connection is closed."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway
@@ -160,8 +163,8 @@ class GatewayServer(uvicorn.Server):
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # The pause comes before the first check, because uvloop may have accepted connections
-            # that are not in ``connections`` yet.
+            # The pause precedes the first check, because uvloop may have accepted connections that
+            # are not yet in ``connections``.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:
@@ -174,7 +177,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
         """Accepts the connections in the queues of the listening sockets, then closes the sockets.
-        Otherwise the kernel would reset these connections."""
+        If these connections were not accepted, the kernel would reset them."""
         waiting = [connection for listener in sockets for connection in _accepted(listener)]
         for server in self.servers:
             server.close()

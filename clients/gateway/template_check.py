@@ -1,5 +1,5 @@
-"""Renders example conversations, some in unusual orders, to show the effect of a model's chat
-template."""
+"""Renders example conversations to show the effect of a model's chat template. Some conversations
+have an unusual order of messages."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 tokenbus.clients.gateway.template_process``.
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
-process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin and answers
-are written to stdout. Each request and each answer is JSON, preceded by its number of bytes. A
-template has the same environment (filters, globals, extensions, namespace attributes) as in
-transformers' ``apply_chat_template``.
+process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin, and the
+process writes answers to stdout. Each request and each answer is JSON, and its number of bytes
+precedes it. A template has the same environment (filters, globals, extensions, namespace
+attributes) as in transformers' ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ KEPT = 32
 LENGTH = struct.Struct("<I")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Text that is added to the message that the model continues, so that the end of this message can
-be found in the rendered text. If the template strips white space, the final space of the tag is
-missing."""
+"""A mark at the end of the last message, if the model continues this message. With the mark, the
+end of the message is found in the rendered text. If the template strips white space, the final
+space is missing in the rendered text."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names of a message's reasoning in the templates of different models."""
 
@@ -55,8 +55,8 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound. After this error, the gateway does not try other arrangements of
-    the messages, as it does after other TemplateFaults."""
+    """A rendering exceeds a bound. After any other TemplateFault, the gateway tries other
+    arrangements of the messages. After this error, it does not."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -75,7 +75,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` for templates, which have access only to the constructor and ``fromkeys``."""
+    """``dict`` for templates. Templates can use only the constructor and ``fromkeys``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -146,8 +146,9 @@ def render(
 ) -> str:
     """Renders the text of a conversation.
 
-    ``variables`` are the template's variables other than the messages. ``continue_final_message``:
-    the text ends with the last message's content, which the model continues. Raises TemplateFault.
+    ``variables``: the template's variables other than the messages. ``continue_final_message``:
+    whether the model continues the last message, so that the text ends with this message's content.
+    Raises TemplateFault.
     """
     messages = [_with_reasoning(message) for message in messages]
     if continue_final_message:
@@ -203,10 +204,10 @@ def _cut_at_tag(text: str) -> str:
 
 
 def answer_of(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request: the text of the rendered template, or the reason why the template
-    cannot be rendered. A request with ``keywords`` does not render a template: it asks whether a
-    value satisfies these keywords of a JSON schema (``schema_check.py``). A request with
-    ``rewrite`` has a JSON schema, and its answer has the fields of ``Rewritten``."""
+    """The answer to a request. Most requests render a template: the answer has the text, or the
+    reason why the template cannot be rendered. A request with ``keywords`` asks whether a value
+    satisfies these keywords of a JSON schema (``schema_check.py``). A request with ``rewrite`` has
+    a JSON schema, and its answer has the fields of ``Rewritten``."""
     if "rewrite" in request:
         return rewritten(request["rewrite"])._asdict()
     if "keywords" in request:
@@ -226,7 +227,7 @@ def _serve(source: IO[bytes], target: IO[bytes]) -> None:
         request = json.loads(source.read(LENGTH.unpack(head)[0]))
         limit = math.ceil(time.process_time() + CPU_S)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        # ASCII would take up to three times the bytes.
+        # In ASCII, the answer would have up to three times the number of bytes.
         answer = json.dumps(answer_of(request), ensure_ascii=False).encode()
         target.write(LENGTH.pack(len(answer)) + answer)
         target.flush()

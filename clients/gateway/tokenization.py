@@ -1,11 +1,11 @@
 """Tokenizes short texts in the event loop, and long texts on threads. Users take turns.
 
-The event loop tokenizes at most one short text in each pass. Otherwise a hundred requests with many
-texts each would block every pass for a tenth of a second.
+The event loop tokenizes at most one short text in each pass. Without this bound, a hundred requests
+with many texts each would block every pass for a tenth of a second.
 
-There are two lanes for long texts, each of which tokenizes one text at a time. A text of a few
-kilobytes and a text of several megabytes use different lanes, so the first does not wait for the
-second. Long conversations are prepared in a lane of their own.
+A *lane* runs one piece of work at a time. Long texts have two lanes: one for texts of a few
+kilobytes, and one for texts of several megabytes. So a text of a few kilobytes does not wait for a
+much longer text. Long conversations are prepared in a third lane.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ is prepared on a thread."""
 
 def num_items(*lists: Iterable[Any] | None) -> int:
     """Number of a request's messages or tools, and of the parts and calls of the messages. The time
-    to translate the request to a conversation depends on this number. Counting stops when there are
-    more than ``MAX_LOOP_ITEMS``."""
+    to translate the request to a conversation depends on this number. Counting stops above
+    ``MAX_LOOP_ITEMS``."""
     count = 0
     for one in (item for items in lists for item in items or ()):
         fields = (getattr(one, name, None) for name in ("content", "tool_calls"))
@@ -47,7 +47,7 @@ class Tokenization:
 
     async def run_short(self, work: Callable[[], T]) -> T:
         """Runs ``work`` for a short text in the event loop, in the current user's turn; returns its
-        result. Other requests are served before."""
+        result. Before ``work`` runs, the event loop serves other requests."""
         async with self._short.of(current_user.get()):
             await asyncio.sleep(0)
             return work()
@@ -59,8 +59,8 @@ class Tokenization:
 
     async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on the items of a conversation, and returns its result. If there are more
-        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn, and
-        does not wait for tokenizations."""
+        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn. It does
+        not wait for tokenizations."""
         if num_items <= MAX_LOOP_ITEMS:
             return work()
         return await self._on_thread(self._conversations, work)
@@ -68,9 +68,9 @@ class Tokenization:
     async def _on_thread(self, turns: Turns, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result.
 
-        If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
-        and occupies its lane until it is done. So a lane never uses more than one thread, even if a
-        client disconnects and sends its request again.
+        If the client disconnects before ``work`` has begun, ``work`` is dropped. If it has begun,
+        it cannot be stopped, and its lane stays occupied until it is done. So a lane never uses
+        more than one thread, even if a client disconnects and sends its request again.
         """
         user = current_user.get()
         begun = False

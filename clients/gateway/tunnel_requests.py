@@ -1,8 +1,8 @@
 """Counts the requests of one WebSocket towards the share of its user.
 
-The broker serves users in turn by the fields ``group`` and ``by`` of requests. A client could name
-any user in these fields. The gateway therefore writes its own values at the end of each body,
-because every reader uses the last value of a repeated field.
+The fields ``group`` and ``by`` of a request name its user, and users take turns at the broker. A
+client could name any user in these fields. So the gateway adds its own values at the end of each
+body. If a field is repeated, every reader uses the last value.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class TunnelRequests:
 
     ``user``: the user to whom the requests count. ``name``: the name of the API key, or an empty
     string if there is no key. ``ranks``: whether the gateway's connection to the broker for this
-    WebSocket uses a tenant's CURVE key. If so, the broker checks the priorities of requests by this
-    key; otherwise this class checks them.
+    WebSocket uses a tenant's CURVE key. If it does, the broker checks the priorities of requests by
+    this key. If it does not, this class checks them.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
@@ -47,8 +47,8 @@ class TunnelRequests:
         """Counts a client's message if its type is in ``ANSWERED``, and returns the frames to send
         to the broker; raises TokenbusError.
 
-        A body that cannot be decoded is refused here. The broker might decode it, because the
-        allowed depth of nested lists depends on the depth of the decoder's own calls.
+        A body that the gateway cannot decode is refused here. The broker might be able to decode
+        it, because the allowed depth of nested lists depends on the depth of the Python call stack.
         """
         kind = frames[0]
         if kind not in ANSWERED:

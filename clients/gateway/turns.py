@@ -1,5 +1,5 @@
-"""A lock that users take in turns. A user with many requests delays another user by one turn at
-most."""
+"""A lock that users take in turns. If a user has many requests, another user waits for at most one
+of them."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@
 The HTTP requests of a tenant share a session at the broker, except requests with an idempotency
 key. Each WebSocket has its own session.
 
-A user is identified by the name of the API key, or by the address if the request has no key. All
-users share a maximum number of streams and a maximum amount of memory for bodies. A user with too
-many open requests receives a 429, while other users are served. If the maximum number of streams is
-reached, each request for a further stream receives a 503.
+The user of a request is identified by the name of its API key. If the request has no key, the user
+is identified by the client's address. All users share a maximum number of streams and a maximum
+amount of memory for bodies. If a user has too many open requests, this user receives a 429, and
+other users are served. If the maximum number of streams is reached, each request for a further
+stream receives a 503.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from .open_programs import OpenPrograms
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Maximum number of bytes that the bodies of all requests, the vectors of their answers, and the
-large messages of WebSockets occupy in one gateway process."""
+"""Maximum number of bytes of a gateway process for three purposes together: the bodies of requests,
+the vectors of answers, and the large messages of WebSockets."""
 
 MAX_NAME = 256
 """Maximum number of characters of a user's name at the broker."""
@@ -64,8 +65,8 @@ class UserShares:
         self.programs = OpenPrograms()
         """The programs that run for requests over HTTP."""
         self.leaving = False
-        """Whether the process is about to end. If so, streams with an idempotency key continue at
-        the broker for the successor. ``server.py`` sets this flag."""
+        """Whether the process is about to end. ``server.py`` sets this flag. The streams of
+        requests with an idempotency key then continue at the broker, for another gateway."""
         self._max_streams = max_streams
         self._max_bytes = max_body_bytes
         self._streams = 0
@@ -74,13 +75,13 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """All counts for the current task's request. Each count is a user, a number of streams and
-        a number of bytes."""
+        """Everything that was counted for the current task's request. Each element is a user, a
+        number of streams and a number of bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Wraps a request. At the end of the block, the request's streams and bytes no longer count
-        towards its user's share."""
+        """Wraps a request. From the end of the block on, the request's streams and bytes do not
+        count towards its user's share any more."""
         held: list[tuple[str, int, int]] = []
         token = self._held.set(held)
         try:
@@ -210,8 +211,8 @@ class SharedClient(AsyncClient):
         self._shares = shares
         self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
-        """Whether the client has a tenant's CURVE key. If so, the broker checks the priorities of
-        requests by this key; otherwise this class checks them."""
+        """Whether the client has a tenant's CURVE key. If it does, the broker checks the priorities
+        of requests by this key. If it does not, this class checks them."""
 
     def generate(
         self,
@@ -221,7 +222,8 @@ class SharedClient(AsyncClient):
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Begins a stream, as ``AsyncClient.generate``. Raises UnavailableError if the user's share
-        is used up, and RequestError if a client without a tenant's key raises the priority."""
+        is used up. Raises RequestError if the request raises the priority, and the client has no
+        tenant's key."""
         if not self._ranks:
             check_priority(options.get("priority", 0))
         self._shares.take_stream()

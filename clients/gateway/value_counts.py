@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SMALL_BODY_BYTES = 256 * 1024
-"""The values in JSON texts that have at most this number of bytes together are not counted."""
+"""If the JSON texts have at most this number of bytes together, their values are not counted."""
 MAX_STRINGS = 65_536
 """Maximum number of strings in a body, including field names. Decoding creates a Python object for
-each string, and blocks the event loop meanwhile."""
+each string, and blocks the event loop during this time."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 MAX_CONTAINERS = 65_536
@@ -19,9 +19,9 @@ number."""
 STRING_BYTES, CONTAINER_BYTES = 64, 80
 """The memory of a short string, and of an empty list or object, after decoding."""
 _STRUCTURE = b",[{"
-"""Outside strings, one of these characters precedes each element of a list and each field of an
-object. The number of these characters is therefore about the number of values. An empty list or
-object counts twice.
+"""One of these characters precedes each element of a list and each field of an object. So the
+number of these characters outside strings is about the number of values. An empty list or object
+counts twice.
 """
 
 
@@ -41,14 +41,14 @@ class ValueCounts(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """The memory of the decoded strings, lists and objects in addition to the text, in bytes.
-        Decoded empty lists take 27 times the bytes of their text."""
+        """The memory that the decoded strings, lists and objects need in addition to the text, in
+        bytes. Decoded empty lists need 27 times the bytes of their text."""
         return STRING_BYTES * self.strings + CONTAINER_BYTES * self.containers
 
     @property
     def excess(self) -> tuple[int, str, int] | None:
-        """The first count above its bound, with the name of the counted values and the bound. None
-        if all bounds hold."""
+        """The first count that is above its bound, the name of the counted values, and the bound.
+        None if no count is above its bound."""
         bounds = (
             (self.strings, "strings (with field names)", MAX_STRINGS),
             (self.values, "values", MAX_VALUES),

@@ -20,8 +20,8 @@ def started_settings(pid: int) -> Settings | None:
     """The settings of a process, from its environment and its ``tokenbus.toml``. The paths that a
     client needs are absolute.
 
-    The result is None if the process has ended, if it belongs to another user, if its settings are
-    not valid, or if ``/proc`` does not exist.
+    The result is None if the process has ended or belongs to another user. It is also None if the
+    settings are not valid, or if ``/proc`` does not exist.
     """
     process = Path("/proc") / str(pid)
     try:
@@ -46,8 +46,8 @@ def is_started(front: str) -> bool:
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    """The settings, in which the paths that a client needs are absolute. Relative paths are
-    resolved against ``folder``."""
+    """Makes the paths in the settings absolute that a client needs. A relative path is relative to
+    ``folder``."""
     fronts = [
         IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
         for front in separate(settings.front)

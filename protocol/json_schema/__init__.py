@@ -1,8 +1,8 @@
 """Rewrites the keywords of JSON schemas that llguidance does not implement into keywords that it
 implements.
 
-The controller worker rewrites the schemas that it compiles. The HTTP gateway rewrites the same
-schemas to find which keywords the masks enforce.
+The controller worker rewrites a schema before it compiles the schema. The HTTP gateway rewrites the
+same schema to find the keywords that the masks enforce.
 """
 
 from .formats import KNOWN as FORMATS

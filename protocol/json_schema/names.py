@@ -1,4 +1,4 @@
-"""Restricts the names of properties: ``propertyNames`` becomes ``properties``,
+"""Restricts the names of properties. Other keywords replace ``propertyNames``: ``properties``,
 ``patternProperties`` and ``additionalProperties``."""
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from .complement import matches, without
 from .parts import Schema, Unsupported, objects, target, types_of, values_of, written
 
 MAX_DEPTH = 8
-"""Maximum number of references, one leading to the next, that are followed from
-``propertyNames``."""
+"""Maximum length of a chain of references that is followed from ``propertyNames``."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "$id", "id"}
@@ -23,9 +22,9 @@ Resolve = Callable[[Any], Any]
 
 
 def only_names(names: Any, found: Schema, resolve: Resolve, step: Callable[[int], None]) -> None:
-    """Changes the schema ``found`` of an object so that all names match the schema ``names``.
-    ``resolve`` returns the target of a reference, and ``step`` counts the work. Raises Unsupported
-    if the names cannot be restricted."""
+    """Changes the schema ``found`` of an object, so that all names of properties match the schema
+    ``names``. ``resolve`` returns the target of a reference, and ``step`` counts the work. Raises
+    Unsupported if the names cannot be restricted."""
     names = _resolved(names, resolve)
     if names is True or names == {}:
         return
@@ -112,8 +111,8 @@ def _without(names: Any, found: Schema, step: Callable[[int], None]) -> None:
 
 
 def _forbid(found: Schema, is_forbidden: Callable[[str], bool]) -> Schema:
-    """Forbids each declared or required name for which ``is_forbidden`` is true: its schema in
-    ``properties`` becomes False. Returns the new ``properties``."""
+    """Forbids each declared or required name for which ``is_forbidden`` is true. The schema of such
+    a name in ``properties`` becomes False. Returns the new ``properties``."""
     properties: Schema = dict(found.get("properties", {}))
     for name in [*properties, *found.get("required", ())]:
         if is_forbidden(name):
@@ -131,8 +130,8 @@ def _pattern(pattern: Any) -> str:
 
 def hazards(root: Any, step: Callable[[int], None]) -> bool:
     """Whether llguidance may allow additional properties that the schema forbids. This may happen
-    if a value has to match two schemas, one with ``patternProperties`` and one that restricts
-    additional properties: llguidance then allows all names that match the patterns.
+    if a value has to match two schemas. One of them has ``patternProperties``, and the other
+    restricts additional properties. llguidance then allows all names that match the patterns.
 
     ``step`` counts the visited schemas.
     """

@@ -1,11 +1,11 @@
-"""Negates schemas. The negation of a schema is a list of alternatives, which are schemas that use
-only keywords that llguidance implements.
+"""Negates schemas. The negation of a schema is a list of alternatives. Each alternative is a
+schema, and has only keywords that llguidance implements.
 
-A value that matches an alternative does not match the original schema. Nearly all values that do
-not match the original schema match an alternative, with these exceptions. The alternatives to the
-type ``integer`` do not allow any number. If an item of an array has to violate a schema, it has to
-be among the first ``MAX_PLACES`` items. If an additional property has to violate a schema, it has
-to have a name that the other schemas declare.
+A value that matches an alternative does not match the original schema. But the alternatives do not
+allow all values that do not match the original schema. If the type ``integer`` is negated, the
+alternatives allow no number. If an item of an array has to violate a schema, the alternatives only
+allow a violation in the first ``MAX_PLACES`` items. If an additional property has to violate a
+schema, they only allow names that the other schemas declare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .parts import (
 )
 
 MAX_PLACES = 8
-"""If any item of an array has to match a schema, one of this number of first items has to match."""
+"""If an item of an array has to match a schema, only the first items are considered, up to this
+number."""
 MAX_VALUES = 64
 """Maximum number of values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
@@ -42,7 +43,8 @@ MAX_ONE_OF = 16
 """Maximum number of alternatives of a ``oneOf``."""
 
 _NOTHING = frozenset(("then", "else", "minContains", "maxContains", "prefixItems"))
-"""Keywords that are not negated alone, but together with another keyword of the same schema."""
+"""Keywords without a negation of their own. Each is negated together with another keyword of the
+same schema."""
 _UNSUPPORTED = frozenset(
     {"patternProperties", "additionalItems", "multipleOf", "propertyNames"}
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
@@ -109,7 +111,7 @@ class Negation:
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """A context in which schemas of another value, such as an item, are negated. In it,
+        """A context for negating the schemas of another value, such as an item. In this context,
         ``names`` is empty."""
         names, self.names = self.names, []
         try:
@@ -133,8 +135,7 @@ class Negation:
         kinds = types_of(schema)
         if not set(kinds) <= {*TYPES, "integer"}:
             raise Unsupported
-        # A schema cannot allow only the numbers that are not integers, so all numbers are
-        # forbidden.
+        # A schema cannot express "a number that is not an integer". So all numbers are forbidden.
         forbidden = {*kinds, *(["number"] if "integer" in kinds else [])}
         yield _typed([kind for kind in TYPES if kind not in forbidden])
 
@@ -353,8 +354,8 @@ value."""
 
 
 def places(items: list[Any], draft: int) -> Iterator[Any]:
-    """Yields a schema for each index of ``items``, except where ``items[index]`` is False. The
-    schema allows the arrays whose item at this index matches the schema ``items[index]``."""
+    """Yields one schema for each index of ``items``. The schema allows the arrays whose item at
+    this index matches ``items[index]``. Skips an index if ``items[index]`` is False."""
     prefix = "prefixItems" if draft == 2020 else "items"
     for number, item in enumerate(items):
         if item is not False:
@@ -379,9 +380,9 @@ def _having(name: str, value: Any) -> Any:
 
 
 def _between(numbers: list[int | float]) -> Iterator[Schema]:
-    """Yields schemas that together allow all numbers except ``numbers``, which are sorted. If an
-    interval is shorter than 1 and has an integer at one end, it is left out, because llguidance
-    would allow the integer."""
+    """Yields schemas that together allow all numbers except ``numbers``, which are sorted. Each
+    schema is an interval. Intervals that are shorter than 1 and have an integer at one end are left
+    out, because llguidance would allow this integer."""
     yield {"type": "number", "exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         if high - low < 1 and (low == int(low) or high == int(high)):

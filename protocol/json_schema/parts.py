@@ -13,8 +13,8 @@ Schema = dict[str, Any]
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 """The types of JSON values. An integer is of type ``number``."""
 DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
-"""The number of a draft, by a text that ``$schema`` contains. All other schemas are of draft
-2020-12."""
+"""The number of each draft, by a text in ``$schema``. If ``$schema`` has none of these texts, the
+schema is of draft 2020-12."""
 _FIRST = {
     "const": 6,
     "contains": 6,
@@ -30,10 +30,10 @@ _FIRST = {
     "maxContains": 2019,
     "prefixItems": 2020,
 }
-"""The first draft that has a keyword; earlier drafts ignore it."""
+"""By keyword: the first draft that has the keyword. Earlier drafts ignore it."""
 _LAST = {"additionalItems": 2019}
-"""The last draft that has a keyword. ``dependencies`` is not listed, because llguidance implements
-it in all drafts."""
+"""By keyword: the last draft that has the keyword. ``dependencies`` is not listed, because
+llguidance implements it in all drafts."""
 
 
 MAX_NAMES = 64
@@ -110,8 +110,8 @@ def type_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for two JSON values if and only if they are equal. 1 and 1.0 are
-    equal."""
+    """The canonical text of a JSON value. Two values have the same text if and only if they are
+    equal. 1 and 1.0 are equal."""
     return json.dumps(_integral(value), sort_keys=True)
 
 
@@ -179,9 +179,8 @@ def excluding(words: Sequence[str]) -> str:
 
 
 def _after(words: list[str], at: int) -> str:
-    """A pattern of the rest of a string after its first ``at`` characters, for the strings that
-    begin like ``words`` but are not in ``words``. All words have the same first ``at``
-    characters."""
+    """A pattern of the rest of a string after its first ``at`` characters. The string is not one of
+    ``words``, but its first ``at`` characters are those of all ``words``."""
     longer = [word for word in words if len(word) > at]
     firsts = sorted({word[at] for word in longer})
     others = f"[^{''.join(map(written, firsts))}]" if firsts else "(?s:.)"

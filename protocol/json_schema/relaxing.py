@@ -1,8 +1,8 @@
 """Relaxes schemas: leaves out the keywords that token masks cannot enforce.
 
-A relaxed schema allows all values that the original schema allows, and others. So a value that was
-generated under the relaxed schema is also checked against the *weakened places*: the parts of the
-original schema that lost a keyword.
+A relaxed schema allows all values that the original schema allows, and further values. The
+*weakened places* are the parts of the original schema that have lost a keyword. A value that was
+generated under the relaxed schema must also be checked against these places.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from .rewriting import LOOK_AROUND
 Measure = Literal[
     "keywords", "original", "patterns", "references", "counts", "texts", "look_around"
 ]
-"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement.
-They are always left out. ``original``: the keywords that were rewritten; the rewritten form is too
-large. ``look_around``: each ``pattern`` with look-ahead or look-behind. llguidance refuses some
-uses of the other kinds. ``patterns``: ``patternProperties``. ``references``: the keywords next to a
-circular ``$ref``. ``counts``: the bounds of the number of properties. ``texts``: ``pattern`` in the
-members of ``allOf``, and in their alternatives and references."""
+"""Kinds of keywords that can be left out. ``keywords``: keywords that llguidance does not
+implement; they are always left out. ``original``: the keywords that the rewriting replaces; they
+are left out if the rewritten schema is too large. ``look_around``: each ``pattern`` with look-ahead
+or look-behind. The other kinds are keywords that llguidance refuses in some schemas. ``patterns``:
+``patternProperties``. ``references``: the keywords next to a circular ``$ref``. ``counts``: the
+bounds of the number of properties. ``texts``: ``pattern`` in the members of ``allOf``, and in their
+alternatives and references."""
 Path = tuple[str | int, ...]
 """The keys and indices that lead from a schema to one of its parts."""
 
@@ -47,7 +48,7 @@ _KEPT = frozenset(
     {"$defs", "definitions", "$schema", "$id", "id", "$comment", "title", "description", "default"}
     | {"examples", "readOnly", "writeOnly", "deprecated"}
 )
-"""Keywords that stay next to a circular reference, because they do not constrain values."""
+"""Keywords that may stay next to a circular reference, because they do not constrain values."""
 
 
 class Relaxed(NamedTuple):
@@ -66,9 +67,10 @@ def relaxed(
     measures: frozenset[Measure] = frozenset(),
     empty: frozenset[str] = frozenset(),
 ) -> Relaxed:
-    """Relaxes ``made``, the rewritten form of the schema ``root``. ``measures`` are taken in
-    addition to ``keywords``. If ``original`` is one of them, ``root`` itself is relaxed. ``empty``:
-    references whose targets allow no value; they are replaced by ``false``."""
+    """Relaxes ``made``, which is the rewritten form of the schema ``root``. ``measures``: the kinds
+    of keywords to leave out, in addition to ``keywords``. If ``measures`` has ``original``,
+    ``root`` itself is relaxed. ``empty``: references whose targets allow no value. They are
+    replaced by ``false``."""
     if "original" in measures:
         made = root
     relaxer = _Relaxer(made, measures, empty)
@@ -93,8 +95,9 @@ class _Relaxer:
         self.keywords: dict[str, None] = {}
 
     def part(self, schema: Any, original: Any, path: Path) -> Any:
-        """Relaxes a part. ``original``: the part of the original schema at ``path`` from which the
-        part was made, or None if the rewriting has added the part below ``path``."""
+        """Relaxes a part of the rewritten schema. ``original``: the part of the original schema, at
+        ``path``, from which this part was made. If the rewriting has added this part, ``original``
+        is None, and ``path`` leads to a place above the part."""
         if not isinstance(schema, dict) or len(path) > MAX_DEPTH:
             return schema
         if path and self._empty and str(schema.get("$ref")) in self._empty:
@@ -126,7 +129,7 @@ class _Relaxer:
         return self._without_one_of(found, path)
 
     def _elsewhere(self, value: Any, original: Any, path: Path, *keys: str | int) -> Any:
-        """Relaxes the targets of references in a value at an unusual place."""
+        """Relaxes the targets of references in a value that is not itself a schema."""
         if (*path, *keys) in self._targets:
             return self._inside(value, original, path, *keys)
         if len(path) + len(keys) > MAX_DEPTH or not self._leads_to_target(path, *keys):
@@ -181,8 +184,8 @@ class _Relaxer:
             self.keywords["format"] = None
 
     def _merge_patterns(self, found: Schema, original: Any, path: Path) -> None:
-        """Replaces ``patternProperties`` by ``additionalProperties`` that allow the values of all
-        patterns."""
+        """Replaces ``patternProperties`` by ``additionalProperties`` that allow the values of every
+        pattern."""
         patterns = found.pop("patternProperties")
         others = found.get("additionalProperties", True)
         found["additionalProperties"] = any_of([*patterns.values(), others])
@@ -196,8 +199,8 @@ class _Relaxer:
             self.places[(*path, "additionalProperties")] = None
 
     def _without_siblings(self, schema: Schema, path: Path) -> Schema:
-        """Removes the other keywords of a schema that has a circular reference, directly or as a
-        member of ``anyOf``, ``oneOf`` or ``allOf``. One member of ``allOf`` stays."""
+        """If a schema, or a member of its ``anyOf``, ``oneOf`` or ``allOf``, is a circular
+        reference, removes the other keywords of the schema. One member of ``allOf`` stays."""
         kept = next((name for name in _COMBINING if self._leads_back(schema.get(name))), None)
         if kept is None:
             return schema
@@ -215,8 +218,7 @@ class _Relaxer:
         return rest
 
     def _leads_back(self, value: Any) -> bool:
-        """Whether a value is a circular reference, a schema with such a reference, or a list with
-        such a schema."""
+        """Whether a value is a circular reference, or a schema or a list that contains one."""
         if isinstance(value, list):
             return any(map(self._leads_back, value))
         if isinstance(value, dict):
@@ -224,7 +226,8 @@ class _Relaxer:
         return self._is_circular(value)
 
     def _is_circular(self, reference: Any) -> bool:
-        """Whether the target of a reference has a reference that leads to the target again."""
+        """Whether a reference is circular: the target contains a reference that leads to the target
+        again."""
         if not isinstance(reference, str):
             return False
         if reference not in self._circular:
@@ -283,8 +286,8 @@ def _references(root: Any, reference: str) -> Iterator[str]:
 
 
 def _tree(paths: Iterable[Path]) -> dict[str, Any]:
-    """A dict with the first key of each path. Each of its values is such a dict of the next
-    keys."""
+    """A tree of paths: a dict with the first key of each path. The value of a key is the tree of
+    all paths that begin with this key, without the key."""
     root: dict[str, Any] = {}
     for path in paths:
         found = root

@@ -1,8 +1,8 @@
 """Rewrites schemas so that they use only keywords that llguidance implements.
 
-A rewritten keyword is removed, and other keywords or a schema in ``allOf`` take its place. A text
-that matches the rewritten schema always matches the original schema. A keyword that cannot be
-rewritten stays where it is.
+A rewritten keyword is removed, and other keywords or a schema in ``allOf`` take its place. Each
+text that matches the rewritten schema also matches the original schema. A keyword that cannot be
+rewritten stays unchanged.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .unevaluated import evaluated
 MAX_STEPS = 20_000
 """Maximum number of schemas that are visited. Visiting this number takes about 0.1 s."""
 MAX_DISTINCT = 4
-"""Maximum number of different values of an array's items for which ``_distinct`` lists all arrays
-without equal items."""
+"""Maximum number of different values that the items of an array may have. If a schema allows more
+values, ``_distinct`` does not list the arrays without equal items."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
 MAX_NESTED = 120
@@ -67,7 +67,8 @@ _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 _ATOM = r"[^()\\\[]|\\.|\[(?:[^\]\\]|\\.)*\]"
 _NESTED = rf"(?:{_ATOM}|\((?!\?[=!<])(?:{_ATOM})*\))*"
-"""Matches the content of a group. The content may have groups, but these may not contain groups."""
+"""Matches the content of a group. It may have inner groups, but these must not have further
+groups."""
 _LOOK_AHEAD = re.compile(rf"\^(?:\(\?[=!]{_NESTED}\))+")
 _ONE_LOOK_AHEAD = re.compile(rf"\(\?(?P<kind>[=!])(?P<inner>{_NESTED})\)")
 
@@ -83,13 +84,14 @@ class Rewritten(NamedTuple):
     enforced: list[str]
     """The keywords that were rewritten in at least one place."""
     ignored: list[str]
-    """``format`` if a format was removed that JSON Schema does not define."""
+    """Contains ``format`` if the rewriting has removed a format that JSON Schema does not
+    define."""
 
 
 def rewritten(root: Any) -> Rewritten:
-    """Rewrites a schema. Returns it unchanged if it is not valid, is of draft 3, or has a part with
-    its own ``$id``. Also returns it unchanged if the rewritten form exceeds a bound, or if
-    llguidance would not enforce the rewritten form."""
+    """Rewrites a schema. A schema is returned unchanged if it is not valid, is of draft 3, or has a
+    part with its own ``$id``. It is also returned unchanged if the rewritten schema exceeds a
+    bound, or if llguidance would not enforce the rewritten schema."""
     unchanged = Rewritten(root, [], [])
     if not isinstance(root, dict) or draft_of(root) == 3 or not needs_rewriting(root):
         return unchanged
@@ -131,8 +133,8 @@ def _ignores_siblings(schema: Schema, draft: int) -> bool:
 
 
 def _names_ignored_draft(part: Schema, draft: int) -> bool:
-    """Whether a part has ``$schema`` and ``id`` although its own ``$id`` is missing. llguidance
-    would resolve the references in this part relative to ``id``, as in draft 4."""
+    """Whether a part has ``$schema`` and ``id``, but not ``$id``. llguidance would resolve the
+    references in this part relative to ``id``, as in draft 4."""
     return draft > 4 and "id" in part and "$id" not in part and isinstance(part.get("$schema"), str)
 
 
@@ -149,8 +151,8 @@ def _is_text_rewritten(schema: Schema) -> bool:
 
 
 def _forbidden(schema: Schema) -> str | None:
-    """The pattern in ``patternProperties`` if it is the only one and forbids the names that match
-    it, because its schema is ``false``. Otherwise None."""
+    """The pattern whose matching names a schema forbids: the only pattern in ``patternProperties``,
+    with the schema ``false``. None if there is no such pattern."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict) or list(patterns.values()) != [False]:
         return None
@@ -171,10 +173,10 @@ class _Rewriter:
         self._left = 0
         """Number of keywords that were not rewritten."""
         self._exact = 0
-        """The current depth of nested calls of ``exact``."""
+        """Number of calls of ``exact`` that are running, one inside another."""
         self._targets: set[str] = set()
-        """References in schemas that were passed to ``exact``. Their targets must be rewritten
-        completely too."""
+        """References in schemas that were passed to ``exact``. The targets of these references must
+        be rewritten completely too."""
         self._negation = Negation(root, self._draft, self.exact, self.step)
         self._disjoint = Disjoint(root, self._draft, self.step)
         self.enforced: dict[str, None] = {}
@@ -378,8 +380,8 @@ class _Rewriter:
         return ()
 
     def _forbidden_names(self, _: Schema, found: Schema) -> Iterable[Any]:
-        """Rewrites ``patternProperties`` if it forbids all names that match its pattern. llguidance
-        would allow such a name, and then no value after it."""
+        """Rewrites ``patternProperties`` if it forbids all names that match its pattern. Without
+        the rewriting, llguidance would allow such a name, and no value could follow it."""
         pattern = _forbidden(found)
         if pattern is None or self._skipped or "propertyNames" in found:
             return ()

@@ -1,4 +1,5 @@
-"""Finds the properties that the keywords next to ``unevaluatedProperties`` evaluate."""
+"""Finds the properties that a schema evaluates. ``unevaluatedProperties`` in the same schema does
+not apply to these properties."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from tokenbus.broker.drains import MAX_ASKED
 from tokenbus.protocol.header import Flag, Header
 from tokenbus.protocol.messages import ModelInfo, Token
-from tokenbus.protocol.worker_messages import Drain, Unregister
+from tokenbus.protocol.worker_messages import Drain, Heartbeat, Unregister
 
 from ..worlds.broker import Bench, generate
 from .test_controllers import START, controller_worker
@@ -114,6 +114,28 @@ def test_a_controller_worker_that_has_a_successor_hands_over_too(bench: Bench) -
     assert kinds(bench, "the next one") == ["START"]
 
 
+def test_new_requests_wait_for_the_successor_of_the_only_controller_worker() -> None:
+    """The successor needs longer than a lost worker to register, because it has to start."""
+    bench = Bench(expiry_s=5.0, move_wait_s=120.0)
+    bench.worker("gpu")
+    controller_worker(bench, "a", "mine")
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    first = begun(bench, "gpu", stream=1, controller="mine")
+    bench.send("gpu", "START", START, Header(first.request))
+    bench.send("a", "UNREGISTER", Unregister(reason="SIGTERM"))
+    for _ in range(50):
+        bench.pass_time(1.0)
+        bench.send("gpu", "HEARTBEAT", Heartbeat())
+    second = begun(bench, "gpu", stream=2, controller="mine")
+    bench.send("gpu", "START", START, Header(second.request))
+    assert bench.to_client("c") == []
+    assert kinds(bench, "gpu") == []
+    controller_worker(bench, "the next one", "mine")
+    assert kinds(bench, "the next one") == ["START", "START"]
+    [(_, error)] = bench.client("c", "GENERATE", generate(3, controller="other"))
+    assert error["code"] == "unknown_controller"
+
+
 def test_where_all_workers_drain_streams_stay_with_one_of_them(bench: Bench) -> None:
     bench.worker("a")
     begun(bench, "a")
@@ -188,7 +210,7 @@ def test_who_may_drain_what(bench: Bench) -> None:
     bench.worker("a")
     [(_, error)] = bench.client("c", "DRAIN", {"stream_id": 1, "worker": "z"})
     assert (error["code"], error["path"]) == ("invalid_field", "$.worker")
-    assert "registered are: a" in error["message"]
+    assert "registered workers: a" in error["message"]
     [(_, error)] = bench.client("k", "DRAIN", {"stream_id": 1, "worker": "a"}, key="a tenant")
     assert error["code"] == "not_allowed"
     assert kinds(bench, "a") == []

@@ -76,7 +76,7 @@ ATTACKS = (
     answer(
         "append-2^32-1",
         "appends 2^32-1 tokens",
-        "it appended 4294967295 tokens at once",
+        "the controller appended 4294967295 tokens at once",
         pre=set_word(N, 2**32 - 1) + APPEND,
     ),
     answer(
@@ -98,13 +98,13 @@ ATTACKS = (
     answer(
         "token-outside",
         "appends a token that does not exist",
-        "it appended token 4294967295",
+        "the controller appended token 4294967295",
         mid=splice(0, 65, 2**32 - 1),
     ),
     answer(
         "drop-2^32-1",
         "drops 2^32-1 tokens",
-        "its splice drops 4294967295 tokens",
+        "the splice drops 4294967295 tokens",
         mid=splice(2**32 - 1, 65),
     ),
     answer(

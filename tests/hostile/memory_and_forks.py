@@ -158,7 +158,7 @@ ATTACKS = (
     Attack(
         "forks-of-64-mib",
         "copies 64 MiB 100 times",
-        fails("it forks with a memory of 67108864 bytes"),
+        fails("the controller forks with a memory of 67108864 bytes"),
         partial(guest, init=FORWARDS, pre=forks(100)),
     ),
     Attack(

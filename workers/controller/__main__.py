@@ -1,8 +1,8 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
 Environment variables configure the worker. If arguments are given, the worker serves only the
-Python controllers that they name. Otherwise it serves uploaded modules and scripts, and the
-built-in controllers.
+Python controllers that they name. Without arguments, the worker serves uploaded modules and
+scripts, and the built-in controllers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
+    """Runs the worker until SIGINT or SIGTERM drains it; returns the exit code."""
     try:
         settings = settings_of("controller")
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # Each call of a tokenizer gets one text, so the threads that the tokenizers library starts for
-    # several texts would only cost time.
+    # The tokenizers library starts threads to tokenize several texts in one call. Here each call
+    # gets one text, so the threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)

@@ -1,13 +1,15 @@
-"""The decisions of a controller along a draft (the tokens that the GPU worker expects next): masks
-and biases for several tokens at once.
+"""Decides *along a draft*: computes the mask and the bias after each token of a draft in advance. A
+draft is a list of tokens that the GPU worker expects next.
 
-A built-in constraint computes its masks along a draft in one call. Any other controller that takes
-drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The copy stops before a decision that does more than sample. It also stops if it uses
-a variable, an input or a tool, sends a text to the client, or writes to the log. The copy is then
-dropped. When tokens of the draft have been sampled, the controller itself runs the round of each
-token. So the controller receives the same calls as without drafts, but only after all of these
-tokens were sampled.
+A built-in constraint computes its masks along a draft in one call. Any other controller must allow
+drafts with ``takes_drafts``. The worker copies such a controller. The copy runs the rounds that the
+controller would run if the draft's tokens were sampled. The copy stops before a decision that does
+more than sample. It also stops if it uses a variable, an input or a tool, sends a text to the
+client, or writes to the log. The copy is then dropped.
+
+When tokens of the draft have been sampled, the controller itself runs the round of each token. So
+the controller receives the same calls as without drafts. It receives them after all of these tokens
+were sampled.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Place:
     """The row of the shared file (``masks.py``) that ``mask`` refers to. None if masks are sent as
     attachments."""
     bias_view: memoryview | None = None
-    """The buffer for a bias in the row ``row``. None without a row, or if the shared file has no
-    room for biases."""
+    """The buffer for a bias in the row ``row``. None if ``row`` is None, or if the shared file has
+    no room for biases."""
     biased: bool = False
     """Whether the last stored decision had a bias."""
     bias: bytes = b""
@@ -75,8 +77,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    decisions that were written. Stops before the first token after which the controller would do
-    more than sample. Also stops if the shared file has no room for a bias."""
+    written decisions. Stops at the first token after which the controller would do more than
+    sample. Also stops if the shared file has no room for a bias."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -126,15 +128,15 @@ def _answers(
 
 
 def goes_on(answer: Answer) -> bool:
-    """Whether an answer of pre_process requests nothing but the call of mid_process."""
+    """Whether an answer of pre_process only continues with mid_process."""
     alone = answer.action is Action.FORK and answer.count == 1
     return alone or answer.action is Action.CONTINUE
 
 
 class _NoVariables:
     """Replaces the variables in a copy that runs along a draft. Every method raises an error, which
-    stops the copy. Otherwise, other sequences could see effects of tokens that are never
-    sampled."""
+    stops the copy. If a copy could use variables, other sequences might see effects of tokens that
+    are never sampled."""
 
     def get(self, name: str) -> NoReturn:
         """Raises an error: a copy must not use variables."""

@@ -47,9 +47,9 @@ def dense(values: np.ndarray, size: int) -> Bias:
     values, or if a value is NaN or plus infinity."""
     if values.shape != (size,):
         shape = " x ".join(map(str, values.shape)) or "no"
-        raise _wrong(f"its bias has {shape} values; the vocabulary has {size} tokens")
+        raise _wrong(f"the bias has {shape} values; the vocabulary has {size} tokens")
     values = np.ascontiguousarray(values, dtype="<f4")
-    # A maximum with NaN is NaN, which is not below infinity.
+    # If a value is NaN, the maximum is NaN, and the comparison is false.
     if size and not values.max() < np.inf:
         _refuse_value(np.arange(size), values)
     return Bias(0, values.data.cast("B"))
@@ -68,10 +68,10 @@ def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
         twice = tokens[1:] == tokens[:-1]
         if twice.any():
             token = int(tokens[1:][twice][0])
-            raise _wrong(f"its bias has token {token} twice; a token has one value")
+            raise _wrong(f"the bias has token {token} twice; a token has one value")
     if int(tokens[0]) < 0 or int(tokens[-1]) >= size:
         token = int(tokens[0] if tokens[0] < 0 else tokens[-1])
-        raise _wrong(f"its bias has token {token}; token ids of this model are 0 to {size - 1}")
+        raise _wrong(f"the bias has token {token}; token ids of this model are 0 to {size - 1}")
     if not values.max() < np.inf:
         _refuse_value(tokens, values)
     if 2 * len(tokens) > size:
@@ -89,7 +89,7 @@ def bias_bytes(size: int) -> int:
 
 
 def forbids(encoded: bytes, token: int) -> bool:
-    """Whether an encoded bias is minus infinity for a token."""
+    """Whether an encoded bias forbids a token with minus infinity."""
     pairs = int.from_bytes(encoded[:HEAD], "little")
     if not pairs:
         return bool(np.frombuffer(encoded, "<f4", offset=HEAD)[token] == -np.inf)
@@ -101,7 +101,7 @@ def _refuse_value(tokens: np.ndarray, values: np.ndarray) -> None:
     """Raises ControllerError for the first value that is not allowed."""
     first = int(np.flatnonzero(~(values < np.inf))[0])
     raise _wrong(
-        f"its bias of token {int(tokens[first])} is {float(values[first])}; a bias is a finite "
+        f"the bias of token {int(tokens[first])} is {float(values[first])}; a bias is a finite "
         "number, or minus infinity to forbid the token"
     )
 

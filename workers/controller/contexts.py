@@ -1,5 +1,5 @@
-"""Contexts: the tokens of sequences that programs save by name. Any program of the same tenant can
-open a context, at any worker of the same model."""
+"""Saves and opens contexts. A *context* has the tokens of a sequence that a program has saved under
+a name. Programs of the same tenant can open the context, at each worker with the same model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .variable_calls import SequenceVariables
 
 MAX_NAME_BYTES = 256
 MAX_PIN_S = 3600.0
-"""Maximum time for which the blocks of a context are pinned, in seconds."""
+"""Maximum time in seconds for which the GPU worker keeps (pins) the blocks of a context in its KV
+cache."""
 
 
 class SavedTokens(Struct, array_like=True):
@@ -30,7 +31,8 @@ class SavedTokens(Struct, array_like=True):
 
 
 class Refusal(Exception):
-    """The reason why a context cannot be saved or opened. The program receives this text."""
+    """A context cannot be saved or opened. The message is the reason, which the program
+    receives."""
 
 
 _encode = msgpack.Encoder().encode

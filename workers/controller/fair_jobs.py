@@ -1,10 +1,13 @@
 """The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a single
 tenant cannot use all threads of the pool.
 
-If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
-another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The CPU time of a job
-is unknown until the job ends. Until then, the CPU time of the tenant's previous job is counted
-instead.
+If jobs began in order of arrival, a thousand slow jobs of one tenant could precede the first job of
+another tenant. Instead, each tenant has a *virtual time*, which advances by the CPU time of the
+tenant's jobs. The next job comes from the tenant with the earliest virtual time. Source: start-time
+fair queueing (Goyal, Vin and Cheng, 1996).
+
+The CPU time of a job is unknown until the job ends. Until then, the CPU time of the tenant's
+previous job is counted instead.
 """
 
 from __future__ import annotations
@@ -20,9 +23,8 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""If the queue has this number of tenants, it removes idle tenants before it adds a tenant. A
-tenant is idle if it has no jobs and its virtual time (``Turn.used_s``) is not later than the
-present virtual time."""
+"""A queue with this number of tenants removes its idle tenants before it adds a tenant. A tenant is
+idle if it has no jobs and its virtual time is not later than ``FairJobs._now_s``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +33,15 @@ class Turn:
 
     tenant: str
     used_s: float
-    """The tenant's virtual time, in seconds. It advances by the CPU time of the tenant's jobs. It
-    also advances to the present virtual time when a tenant without queued jobs queues a job. The
-    tenant with the earliest virtual time runs its next job first."""
+    """The tenant's virtual time, in seconds. It advances by the CPU time of the tenant's jobs. When
+    a tenant without queued jobs queues a job, its virtual time becomes at least
+    ``FairJobs._now_s``."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
     """CPU time of the tenant's previous job, in seconds."""
     running: int = 0
-    """Number of slots (places of the pool for running jobs) that the tenant's jobs have."""
+    """Number of slots that the tenant's jobs have. A slot is a place of the pool for a running
+    job."""
     waiting: int = 0
     """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
@@ -61,8 +64,9 @@ class FairJobs:
 
     The next job is from the tenant with the earliest virtual time, among the tenants whose jobs may
     begin. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at
-    least the present virtual time, so that idle time does not give the tenant an advantage. If
-    there are several slots, a single tenant cannot use all of them, so that another tenant's job
+    least ``_now_s``. So a tenant gains no advantage from its idle time.
+
+    If there are several slots, a single tenant cannot use all of them, so that another tenant's job
     can start immediately. This bound does not apply to the tenant "", which stands for all clients
     without keys.
     """
@@ -73,11 +77,11 @@ class FairJobs:
         self._turns: dict[str, Turn] = {}
         self._order: list[tuple[float, int, Turn]] = []
         """A heap of (virtual time, tie-breaker, tenant), with the tenants whose next job may begin.
-        A tenant's virtual time may be later than the time in its element."""
+        A tenant's virtual time may have advanced since its element was added."""
         self._numbers = itertools.count()
         self._now_s = 0.0
         """The present virtual time: the virtual time of the tenant whose job was taken last. When
-        ``take`` finds no queued job, the present time advances to ``_latest_s``."""
+        ``take`` finds no queued job, it advances to ``_latest_s``."""
         self._latest_s = 0.0
         """The latest virtual time that any tenant had when one of its jobs ended."""
         self._size = 0
@@ -106,8 +110,8 @@ class FairJobs:
                 self._place(turn)
 
     def take(self) -> Taken | None:
-        """The next job that may begin, which has a slot until ``end`` or ``pause``; None if no job
-        may begin."""
+        """The next job that may begin. The job has a slot until ``end`` or ``pause`` is called.
+        None if no job may begin."""
         with self._lock:
             if not self._order:
                 if not self._size:
@@ -150,8 +154,8 @@ class FairJobs:
             return True
 
     def add_resumed(self, taken: Taken, job: Job) -> None:
-        """Queues ``job`` before the other jobs of its tenant. When ``job`` runs, it passes its slot
-        to the job ``taken``, which has finished waiting."""
+        """Queues ``job`` before the other jobs of the tenant of ``taken``. ``taken`` is a job that
+        has finished waiting. When ``job`` runs, it passes its slot to ``taken``."""
         with self._lock:
             turn = taken.turn
             turn.jobs.appendleft(job)
@@ -161,9 +165,9 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Called when ``take`` has returned ``taken``, a job from ``add_resumed``. The CPU time
-        that was counted for ``taken`` is subtracted again, because this job only passes its slot to
-        a job that has finished waiting."""
+        """Called after ``take`` has returned a job that ``add_resumed`` had queued; ``taken`` is
+        this job. Subtracts the CPU time that ``take`` has counted for the job. The job uses no CPU
+        time, because it only passes its slot on."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

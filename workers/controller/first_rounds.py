@@ -24,8 +24,8 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""Seconds for which a replay runs without interruption. It then passes its thread to waiting
-requests, or pauses if rounds are queued."""
+"""Seconds for which a replay runs without interruption (a *slice*). The replay then passes its
+thread to waiting requests, or pauses if rounds are queued."""
 PAUSE_S = 0.0005
 """Seconds for which a replay pauses after each slice if rounds are queued. Without the pause, the
 replay would keep the GIL, which these rounds need."""
@@ -50,8 +50,8 @@ class FirstRounds:
         error: str,
         refuse: Callable[[str], None],
     ) -> None:
-        """Begins a request, whose results go to ``pending``. ``error``: the reason why the request
-        has no vocabulary. If the request's controller is unknown, ``refuse`` is called with a
+        """Begins a request. Its results are added to ``pending``. ``error``: the reason why
+        ``vocabulary`` is None. If the request's controller is unknown, ``refuse`` is called with a
         message, and the request has no results."""
         steps = self._steps(group, start, vocabulary, error, refuse)
         self._starts.submit([partial(self._run, pending, group, steps)], tenant=group.tenant)
@@ -104,8 +104,8 @@ class FirstRounds:
     def _run(
         self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
     ) -> None:
-        """Runs the first rounds of a request. If other requests wait after a slice (``SLICE_S``),
-        the remaining rounds are queued again. ``spent_s``: the seconds that earlier slices took."""
+        """Runs the first rounds of a request. If other requests wait at the end of a slice, the
+        remaining rounds are queued again. ``spent_s``: the seconds that earlier slices took."""
         began = slice_began = time.perf_counter()
         while True:
             try:

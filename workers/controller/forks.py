@@ -1,10 +1,11 @@
 """The numbers of new sequences. A sequence's number is computed from the fork that created the
 sequence.
 
-Simultaneous forks of several sequences are made in any order. Sampling depends on a sequence's
-number, controllers read the number, and clients identify the sequence by the number. So the numbers
-must not depend on the order in which forks are made: a request that runs again has to give the same
-result.
+Simultaneous forks of several sequences are made in any order. A request that runs again must give
+the same result. But sampling depends on a sequence's number, controllers read the number, and
+clients identify the sequence by the number. So the numbers must not depend on the order of forks.
+
+Besides its number, a sequence has a *lineage*: a hash of all forks that led to the sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST_HASHED = 2**31
 def lineage_of_fork(parent: int, fork: int, child: int) -> int:
     """The 64-bit lineage of a new sequence: the ``child``-th sequence (counted from 0) that the
     ``fork``-th fork (counted from 1) of its parent created. ``parent`` is the lineage of the
-    parent. The lineage does not depend on the numbers of sequences."""
+    parent."""
     path = f"{parent}/{fork}/{child}".encode()
     return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
 
@@ -31,10 +32,10 @@ def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int])
     """The number of the ``place``-th sequence (counted from 1) that was forked from sequence
     ``parent``. The number is not in ``taken``.
 
-    The sequences that sequence 0 creates have the numbers 1, 2, 3, …, and those that sequence 1
-    creates 1025, 1026, …. After several nested forks, the numbers are hashes. Among requests with
-    128 sequences, one in a few hundred thousand has two sequences with the same hash. The numbers
-    of these two sequences depend on the order of the forks.
+    The sequences that sequence 0 creates have the numbers 1, 2, 3, …. The sequences that sequence 1
+    creates have the numbers 1025, 1026, …. After several nested forks, the numbers are hashes.
+    Among requests with 128 sequences, one in a few hundred thousand has two sequences with the same
+    hash. The numbers of these two sequences depend on the order of the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

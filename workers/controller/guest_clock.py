@@ -1,5 +1,5 @@
-"""Measures the CPU time of a thread and of the guest processes that work for the thread, and the
-part of this time that counts towards the limit of a call."""
+"""Measures the CPU time of a thread, including the guest processes that work for the thread. Also
+computes the part of this time that counts towards the limit of a call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 
 QUESTION_S = 0.0001
-"""Seconds of CPU time that are counted for each question of a guest to the worker, such as an
-access to a variable. They count towards the limit of the guest's call. The real CPU time of a
-question is not counted, because it can triple on a busy machine. If it were counted, a correct call
-with several questions could fail. ``process.MAX_QUESTIONS`` bounds the questions too."""
+"""A *question* is a request of a guest to the worker during a call, such as an access to a
+variable. Each question counts as this number of seconds of CPU time, towards the limit of the call.
+The real CPU time of a question is not counted, because it can triple on a busy machine. A correct
+call with several questions could then fail. ``process.MAX_QUESTIONS`` also bounds the number of
+questions."""
 
 
 class _ThisThread(threading.local):

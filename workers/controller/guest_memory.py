@@ -1,7 +1,7 @@
 """The total memory of all guests of a worker, and each tenant's share of this memory.
 
-A tenant may use at most as much memory as remains free. A single tenant gets at most half of the
-total, each of two tenants a third, and so on: some memory always stays free for a later tenant.
+The memory of a tenant must not exceed the free memory. So a single tenant gets at most half of the
+total, each of two tenants a third, and so on. Some memory always stays free for a later tenant.
 Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches"
 (1998).
 
@@ -44,9 +44,10 @@ class GuestMemory:
             if mine > self._total - used:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"the controllers of this client would have {mine} bytes of memory, and all "
-                    f"clients {used} of {self._total} on this worker; a client may have as much as "
-                    "it leaves free, so let other requests end first",
+                    f"the controllers of this client would use {mine} bytes of memory; the "
+                    f"controllers of all clients would use {used} of {self._total} bytes on this "
+                    "worker; a client may not use more memory than remains free; try again when "
+                    "other requests have ended",
                 )
             self._by_tenant[tenant] = mine
             self._used = used

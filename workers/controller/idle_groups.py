@@ -1,8 +1,8 @@
-"""Wakes groups in which every sequence is suspended, some time after the group's last round. A
-group has the sequences of one request.
+"""Wakes idle groups. A group has the sequences of one request. A group is *idle* if all of its
+sequences are suspended. An idle group is woken some time after its last round.
 
-If a tenant has many suspended sequences, its groups are woken one after another and less often, so
-that their rounds leave time for other tenants.
+If a tenant has many suspended sequences, its groups are woken less often. So their rounds leave
+time for other tenants.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IDLE_WAKE_S = 0.01
 """Minimum time for which all sequences of a group are suspended before they are woken, in
 seconds."""
 MAX_IDLE_ROUNDS = 16
-"""Maximum average number of rounds of one tenant's idle groups in each period of
-``IDLE_WAKE_S``."""
+"""Number of rounds that the idle groups of one tenant may run on average in ``IDLE_WAKE_S``."""
 
 
 class IdleQueue:
-    """Idle groups in the order in which they are woken; a plain object, whose clock is passed in.
+    """Idle groups in the order in which they are woken. The queue does not read a clock; callers
+    pass the time.
 
     A tenant may have a burst of ``MAX_IDLE_ROUNDS`` rounds, and then on average this number of
     rounds in each ``IDLE_WAKE_S``. Source: the generic cell rate algorithm (ITU-T I.371).
@@ -44,9 +44,9 @@ class IdleQueue:
         element for each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """For each tenant, the time at which its rounds so far would be over if they ran one after
-        another at the allowed rate (the algorithm's theoretical arrival time). A time in the past
-        does not delay the tenant."""
+        """For each tenant, the algorithm's theoretical arrival time: the time at which the tenant's
+        rounds so far would have ended at the allowed rate. A time in the past does not delay the
+        tenant."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that has been idle since ``now``."""
@@ -58,7 +58,7 @@ class IdleQueue:
         self._groups[tenant].append((due, group))
 
     def next(self, now: float) -> tuple[SequenceGroup | None, float]:
-        """Removes the group to wake now, and returns the group and ``now``. If no group is due,
+        """Removes and returns the group to wake now, together with ``now``. If no group is due,
         returns None and the time at which the next group is woken. This time is infinite if no
         group is queued."""
         while self._turns:
@@ -85,8 +85,8 @@ class IdleQueue:
 
 
 def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> SequenceGroup | None:
-    """Removes the groups that are due, up to the first group that is not closed. Returns this
-    group, or None."""
+    """Removes groups that are due, until one of them is not closed. Returns this group; None if all
+    groups that are due are closed."""
     while groups and groups[0][0] <= now:
         _, group = groups.popleft()
         if not group.closed:
@@ -95,10 +95,8 @@ def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> Sequen
 
 
 class IdleGroups:
-    """Wakes idle groups when they are due, on a thread that is started for the first group.
-
-    ``wake`` is called for each group, while no lock of this object is held.
-    """
+    """Wakes idle groups when they are due. The first group starts a thread, which calls ``wake``
+    for each group. No lock of this object is held during the call."""
 
     def __init__(self, wake: Callable[[SequenceGroup], None]) -> None:
         self._wake = wake

@@ -1,12 +1,13 @@
 """The interface of a controller in any language: four calls for each sequence, and a clone.
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
-sequence calls post_process with the new tokens, then pre_process and mid_process; ``rounds`` makes
-these calls, and this module defines their meaning. Calls for one sequence are made one after
-another; calls for several sequences may run at the same time, on a pool of threads.
+sequence calls post_process with the new tokens, then pre_process and mid_process. ``rounds.py``
+makes these calls. This module defines the meaning of the calls. Calls for one sequence are made one
+after another. Calls for several sequences may run at the same time, on a pool of threads. A *draft*
+is a list of tokens that the GPU worker expects next.
 
-A call that fails raises TokenbusError, which ends only the sequence of this call. The sequence's
-client receives the error's message.
+A call that fails raises TokenbusError. Then only the sequence of this call ends, and its client
+receives the error's message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .host import Host
 
 
 class Action(IntEnum):
-    """The decision of a controller in a call; the numbers are those of the native ABI
+    """The decision of a controller in a call. The native ABI has the same numbers
     (``wasm/native.py``)."""
 
     STOP = 0
@@ -39,11 +40,11 @@ class Action(IntEnum):
     """In mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. In
     pre_process: append ``tokens``, without calling mid_process first."""
     GENERATE = 5
-    """In mid_process of a script's guest: the worker lets the model generate a text, as
-    ``Answer.generate`` describes, and passes all tokens of this text to post_process.
-    ``scripts.controller`` handles this action."""
+    """In mid_process of a script's guest: let the model generate a text, as ``Answer.generate``
+    describes. The next post_process gets all tokens of this text. ``scripts.controller`` handles
+    this action."""
     SCORE = 6
-    """In mid_process: compute the log-probabilities of ``texts``, each as the continuation of the
+    """In mid_process: compute the log-probability of each of ``texts`` as a continuation of the
     sequence, and do not sample. The next post_process gets no tokens, and ``Host.scores`` has the
     result."""
     BEGIN = 7
@@ -54,15 +55,15 @@ class Action(IntEnum):
     """In mid_process: save ``tokens`` as the context ``name`` (``contexts``), and pin the blocks of
     the sequence for ``pin_s`` seconds. The next post_process gets no tokens."""
     OPEN = 9
-    """In mid_process: like BEGIN, with the tokens of the context ``name``. After a SAVE or OPEN
-    that is refused, post_process gets no tokens, and ``Host.refusal`` has the reason."""
+    """In mid_process: like BEGIN, with the tokens of the context ``name``. If a SAVE or OPEN is
+    refused, the next post_process gets no tokens, and ``Host.refusal`` has the reason."""
     LOOK = 10
     """In mid_process: answer ``query`` about the distribution of the next token, and do not sample.
     The next post_process gets no tokens, and ``Host.distributions`` has the answer."""
     AGAIN = 11
-    """In mid_process: call pre_process, without sampling or changing the tokens. Only scripts
-    return this action, when they suspend or fork directly after a fork or a generated text. SUSPEND
-    and FORK are possible only in pre_process."""
+    """In mid_process: call pre_process, without sampling or changing the tokens. A script returns
+    this action if it suspends or forks directly after a fork or a generated text, because SUSPEND
+    and FORK are possible only in pre_process. Other controllers do not return it."""
 
 
 class Answer(NamedTuple):
@@ -96,10 +97,10 @@ class Answer(NamedTuple):
     """With SAVE and OPEN: the name of the context."""
     pin_s: float = 0.0
     run: int = 1
-    """With CONTINUE from mid_process: the maximum number of tokens that one post_process may
-    receive. If ``run`` is above 1, every token is allowed, and the mask has another meaning:
-    post_process is called directly after a token in the mask. The worker may still call
-    post_process for each token."""
+    """With CONTINUE from mid_process: the maximum number of tokens that are sampled before the next
+    post_process. If ``run`` is above 1, every token is allowed, and the mask has another meaning:
+    post_process is called as soon as a token of the mask has been sampled. The worker may also call
+    post_process earlier."""
     logprobs: bool = False
     """With CONTINUE from mid_process: whether ``Host.logprobs`` has the log-probabilities of the
     next tokens."""
@@ -116,25 +117,26 @@ class Controller(Protocol):
     """The controller of one sequence."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Called once, before all other calls. Limit: ``Limits.init_s``."""
+        """Called once, before all other calls. Time limit: ``Limits.init_s``."""
 
     def pre_process(self) -> Answer:
-        """May stop, continue, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
+        """May stop, continue, suspend, fork, or append tokens. Time limit: ``Limits.pre_s``."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """May stop, sample, look, splice, score or begin anew. Limit: ``Limits.mid_s``.
+        """May stop, sample, look, splice, score or begin anew. Time limit: ``Limits.mid_s``.
 
-        ``fork_group``: the sequences after the fork of this round, including this one; without a
-        fork, only this sequence. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of
-        the little-endian u32 words is set if token i is allowed. Before the call, ``mask`` has the
-        bytes of earlier rounds.
+        ``fork_group``: the numbers of the sequences that pre_process of this round forked into,
+        including this one. Without a fork, it has only the number of this sequence. ``mask``: a
+        buffer of ``[4 * ceil(vocab / 32)]`` bytes for the mask. Bit i of its little-endian u32
+        words is set if token i is allowed. Before the call, ``mask`` has the bytes of an earlier
+        round.
         """
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Called after ``backtrack`` tokens were dropped and ``tokens`` were appended; may stop.
 
         If ``tokens`` were sampled, ``Host.distributions`` has the answers to the queries about
-        them. Limit: ``Limits.post_s``.
+        them. Time limit: ``Limits.post_s``.
         """
 
     def fork(self, host: Host) -> Controller:
@@ -153,7 +155,8 @@ class Constraint(Controller, Protocol):
         """How the text ends (``ConstraintEnd``) if no further tokens follow. If ``stop`` is given,
         the text ends before the first occurrence of these bytes.
 
-        Called between rounds. With ``stop``, the backend parses the text again, which may be slow.
+        Called between rounds. With ``stop``, the constraint parses the text again, which may be
+        slow.
         """
 
     def fork(self, host: Host) -> Constraint:
@@ -166,22 +169,22 @@ class TakesDrafts(Controller, Protocol):
     step."""
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
-        would after these tokens; returns the number of masks written.
+        """Writes into ``masks[i]`` the mask that mid_process would write after the tokens
+        ``draft[: i + 1]``; returns the number of written masks.
 
         Writing stops before a decision that does more than sample, and before a token that the
         constraint forbids. The controller's own state does not change.
 
-        Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
-        plus one more token. One post_process receives all these tokens, instead of one round for
-        each token.
+        Called after a mid_process that wrote a mask. The GPU worker may then sample any prefix of
+        the draft, and one more token. A single post_process receives all these tokens.
         """
 
 
 @runtime_checkable
 class RunsAhead(Controller, Protocol):
-    """A controller that can be copied to compute the decisions after the tokens of a draft before
-    these tokens are sampled (``along.py``). It is copied only if ``takes_drafts`` is true."""
+    """A controller that can be copied. The copy computes the decisions after the tokens of a draft,
+    before these tokens are sampled (``along.py``). The controller is copied only if
+    ``takes_drafts`` is true."""
 
     @property
     def takes_drafts(self) -> bool:
@@ -194,12 +197,12 @@ class Batch(Protocol):
     call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
-        """Each turn has the number of a sequence in the batch and its sampled token. Returns for
-        each turn whether its round has ended.
+        """Runs one round for each turn. A turn has the number of a sequence in the batch, and the
+        sampled token. Returns for each turn whether its round has ended.
 
-        If a round has ended, its token was accepted and the next mask is written. Otherwise the
-        controller's calls for this round must be made separately: the sequence is unchanged, or its
-        controller has stored the answers to these calls.
+        If a round has ended, its token was accepted and the next mask is written. If a round has
+        not ended, the caller must make the calls of this round. The sequence is then unchanged, or
+        its controller has stored the answers to these calls.
         """
 
 
@@ -223,12 +226,12 @@ class DecidesAhead(Controller, Protocol):
 
     @property
     def has_decided(self) -> bool:
-        """Whether the answer of the next call is already known. The call then does not send a
+        """Whether the answer of the next call has already arrived. The call then does not send a
         message to the guest."""
 
     def ends(self) -> None:
-        """Called before the last post_process, so that the guest does not run pre_process and
-        mid_process after it."""
+        """Called before the last post_process. The guest then does not run pre_process and
+        mid_process after this post_process."""
 
 
 class Program(Protocol):

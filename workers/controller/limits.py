@@ -12,16 +12,16 @@ MIN_TEXT_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times are CPU time in seconds, so a call does not exceed its limit when other processes use
-    the CPU. Sizes are in bytes."""
+    """Time limits are in seconds of CPU time. So other processes that use the CPU do not make a
+    call exceed its limit. Sizes are in bytes."""
 
     init_s: float = 1.0
     pre_s: float = 0.001
     mid_s: float = 0.020
     post_s: float = 0.001
     script_s: float = 0.1
-    """Limit of each call of a script in MicroPython or QuickJS except ``init_prompt``, instead of
-    ``pre_s``, ``mid_s`` and ``post_s``."""
+    """Limit of each call of a script in MicroPython or QuickJS. This limit replaces ``pre_s``,
+    ``mid_s`` and ``post_s``, but not ``init_s``."""
     fuel_per_ms: int = 0
     """Wasm instructions that a guest may execute for each millisecond of a call's limit. Unlike the
     limit on CPU time, this limit stops a call at the same instruction on every machine. If 0, only
@@ -33,8 +33,8 @@ class Limits:
     tables: int = 4
     """Maximum Wasm tables of a guest; compilers create one."""
     log_bytes: int = 64 * 1024
-    """Maximum bytes of the log of one round. All logs of a sequence together may have 16 times this
-    number. Further bytes are dropped, and their number is reported."""
+    """Maximum bytes of the log of one round. The logs of all rounds of a sequence together may have
+    16 times this number. Further bytes are dropped, and their number is reported."""
     compile_s: float = 1.5
     """Maximum CPU time of compiling a grammar in a separate process."""
     compile_bytes: int = 1024**3
@@ -46,7 +46,8 @@ class Limits:
     idle_wakes: int = 10_000
     """Maximum consecutive wake-ups of a request whose sequences are all suspended."""
     silent_rounds: int = 256
-    """Maximum consecutive actions of a sequence that append or splice tokens without sampling."""
+    """Maximum number of actions in a row with which a sequence appends or splices tokens without
+    sampling."""
     appended_tokens: int = 65_536
     """Maximum tokens that a sequence appends without sampling."""
     variable_bytes: int = 1024 * 1024
@@ -54,8 +55,8 @@ class Limits:
     together."""
     used_bytes: int = 16 * 1024 * 1024
     """Maximum total bytes of a request's writes to variables, new prompts, scored texts, dropped
-    tokens, and distributions that are read without sampling. A token counts 4 bytes. Each write is
-    also sent to the client."""
+    tokens, and distributions that are read without sampling. A token counts as 4 bytes. Writes are
+    bounded because each write is also sent to the client."""
 
     @property
     def round_s(self) -> float:
@@ -73,7 +74,7 @@ class Limits:
         seconds of CPU time.
 
         A tokenizer cannot be interrupted, so a text is refused if its tokenization would take
-        longer than about ``call_s``. ``MIN_TEXT_BYTES`` are always allowed. The bound is a number
-        of bytes, so it is the same on every machine.
+        longer than about ``call_s``. A text of ``MIN_TEXT_BYTES`` is always allowed. The bound is a
+        number of bytes, so it is the same on every machine.
         """
         return min(self.text_bytes, max(MIN_TEXT_BYTES, int(TEXT_BYTES_PER_S * call_s)))

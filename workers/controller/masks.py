@@ -1,4 +1,4 @@
-"""Rows for masks and biases, in a file that the GPU worker maps too."""
+"""Rows for masks and biases, in a memory file that the GPU worker of the same machine maps too."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from weakref import WeakValueDictionary
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 64
-"""Maximum number of remembered paths of files that cannot be mapped."""
+"""Maximum number of paths that are remembered because their files cannot be mapped. These files are
+not tried again."""
 
 
 class MaskRows:
-    """The rows of one shared file, which sequences allocate. The file stays mapped as long as this
-    object or one of its views exists, so that a mask is never written to an unmapped file.
+    """The rows of one shared file. A sequence allocates a row. The file stays mapped as long as
+    this object or one of its views exists, so that a mask is never written to an unmapped file.
 
-    The file has the masks of all rows, then the biases of all rows. Row i consists of ``row_bytes``
-    for a mask and ``bias_bytes`` for a bias.
+    The file has the masks of all rows, then the biases of all rows. Row i consists of
+    ``row_bytes`` bytes for a mask and ``bias_bytes`` bytes for a bias.
     """
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
-        """Maps the file ``NAME#NUMBER``. Raises OSError or ValueError if this process cannot map
-        the file, or if the inode number of the local file NAME is not NUMBER. The second case
-        occurs if the GPU worker runs on another machine."""
+        """Maps the file ``path``, which is ``NAME#NUMBER``. Raises OSError or ValueError if this
+        process cannot map the file NAME, or if the inode number of NAME is not NUMBER. The second
+        case occurs if the GPU worker runs on another machine."""
         self.row_bytes = row_bytes
         self.bias_bytes = bias_bytes
         self._rows = rows
@@ -71,8 +72,9 @@ class MaskRows:
 class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
-    A GPU worker opens a new file whenever its last file has become unused. This table has only weak
-    references to the rows, so that a file is unmapped when no request uses it.
+    When no stream uses the file of a GPU worker any more, the GPU worker creates another file for
+    later streams. This table has only weak references to the rows. So a file is unmapped when no
+    request uses it any more.
     """
 
     def __init__(self) -> None:

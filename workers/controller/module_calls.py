@@ -1,9 +1,11 @@
-"""The module store's requests to other workers. The store requests tables of modules and tags from
-the state worker, and the bytes of a module from a controller worker that has the module.
+"""The requests of the module store (``wasm/store.py``) to other workers. The store requests tables
+of modules and tags from the state worker. It requests the bytes of a module from a controller
+worker that has the module.
 
 A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the
-thread pool (``pool.py``). The bus thread delivers the answers. Calls without an answer are sent
-again, because the broker and workers may have been restarted.
+thread pool (``pool.py``). The *bus thread*, which receives the worker's messages, delivers the
+answers. Calls without an answer are sent again, because the broker and workers may have been
+restarted.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from .pool import freeing_slot
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds after which a message is sent again if it has no answer: an operation on a table, or a
-query for the workers that have a module."""
+"""Seconds after which an unanswered message is sent again. The message is an operation on a table,
+or asks which workers have a module."""
 SEND_S = 10.0
 """Seconds that a worker may take to send a module. After this time, another worker is chosen."""
 TABLE_S = 30.0
@@ -48,8 +50,8 @@ meanwhile."""
 
 
 class _Sent(NamedTuple):
-    """A worker's answer about a module: the module's bytes, or None if the worker only reports that
-    it has the module."""
+    """A worker's answer about a module. It has the module's bytes, or None if the worker only
+    reports that it has the module."""
 
     worker: int
     wasm: bytes | None
@@ -58,9 +60,9 @@ class _Sent(NamedTuple):
 class ModuleCalls:
     """The calls of this worker that wait for an answer.
 
-    ``post`` sends frames to the worker that their header names, or over every broker if the header
-    does not name a worker. ``post_once`` sends frames over one broker; the second argument is a
-    number that selects the broker.
+    ``post`` sends frames to the worker that their header names. If the header does not name a
+    worker, ``post`` sends the frames to every broker. ``post_once`` sends frames to one broker. Its
+    second argument is a number that selects the broker.
     """
 
     def __init__(
@@ -98,9 +100,9 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # A write is sent over one broker only. If it were sent over several, the
-                        # state worker would receive it several times, and the answer to the second
-                        # message could arrive first.
+                        # A write is sent to one broker only. If each broker forwarded the write,
+                        # the state worker would receive it several times, and the answer to the
+                        # second message could arrive first.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)
@@ -123,8 +125,7 @@ class ModuleCalls:
         """The bytes of a module, from any worker that has them; raises UnavailableError if no
         worker sends them in time.
 
-        The bytes must match the module's id. If they do not, they are discarded and another worker
-        is chosen.
+        Bytes that do not match the module's id are discarded, and another worker is chosen.
         """
         answers: SimpleQueue[_Sent] = SimpleQueue()
         with self._lock:

@@ -1,5 +1,5 @@
-"""The RESULT of a step: one message with all sequences. If some rounds are slow, their results
-follow in further messages."""
+"""The RESULT of a step: one message with the results of all sequences. If some rounds are slow,
+their results follow in further messages. A *group* has the sequences of one request."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLUSH_S = 0.003
 """Number of seconds, from the beginning of the rounds, after which finished results are sent
 without waiting for unfinished rounds."""
 WOKEN_FLUSH_S = 0.02
-"""Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. This time is longer,
-because no forward waits for these rounds, and one forward of all woken sequences takes less time
-than several forwards."""
+"""Like ``FLUSH_S``, for the rounds of woken sequences. This time is longer, because no forward
+waits for these rounds. Also, one forward with all woken sequences takes less time than several
+forwards."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -41,16 +41,16 @@ class Submit(Protocol):
 class PendingResult:
     """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
 
-    ``post`` sends frames. After ``post``, ``sent`` is called for each group. It receives the rounds
-    of the sequences that the sent results wake, and the errors of sequences that were woken too
-    often.
+    ``post`` sends frames. After ``post``, ``sent`` is called for each group. Its arguments are the
+    group, the rounds of the sequences that the sent results wake, and the errors of sequences that
+    were woken too often.
 
-    ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
+    ``submit`` runs jobs on other threads. The controllers of finished sequences are freed there,
     because freeing a large memory takes milliseconds.
 
     ``order`` is one lock for all results of a worker. It is held while results are recorded and
     then sent. So the sequences of a RESULT already wait for the model when the next STEP arrives.
-    The result of a woken sequence is sent after the result that suspended the sequence.
+    Also, the result of a woken sequence is sent after the result that suspended the sequence.
 
     Results that depend on operations on variables are sent when the state worker has confirmed
     these operations (``request_variables``).
@@ -66,7 +66,7 @@ class PendingResult:
         order: threading.Lock,
         flush_s: float = FLUSH_S,
     ) -> None:
-        """``flush_s``: like ``FLUSH_S``."""
+        """``flush_s``: used in place of ``FLUSH_S``."""
         self._gpu = gpu
         self._missing = rounds
         self._post = post
@@ -200,14 +200,16 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
 
 
 def _is_usual(result: StepResult) -> bool:
-    """Whether a result only samples a sequence under the mask in its row (``Result.usual``)."""
+    """Whether the result is only to sample under the mask in the sequence's row
+    (``Result.usual``)."""
     default = StepResult(result.request, result.seq, "sample", row=result.row)
     return result == default
 
 
 def attach(group: SequenceGroup, result: StepResult, attachments: list[bytes]) -> bool:
-    """Appends those masks and biases of a result that are not in rows of the shared file, and
-    stores their positions in the result. Returns False if the sequence has ended meanwhile."""
+    """Appends the masks and biases of a result to ``attachments``, unless they are in rows of the
+    shared file (``masks.py``). Stores their positions in the result. Returns False if the sequence
+    has ended meanwhile."""
 
     def number(data: bytes) -> int:
         attachments.append(data)

@@ -1,8 +1,8 @@
 """The priorities of processes that run or compile clients' code.
 
-The kernel divides busy cores among processes by their nice values. If it groups processes by
-session (autogroup), it divides the cores among sessions, by the nice values of the sessions.
-So each such process becomes a session of its own, and both values are set.
+The kernel divides busy cores among processes by their nice values. A kernel with autogroup groups
+processes by session, and divides the cores among sessions by the nice values of the sessions. So
+each of these processes becomes a separate session, and both values are set.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import re
 from pathlib import Path
 
 CLIENT_NICENESS = 5
-"""The nice value of these processes. If the cores are busy, such a process gets a third of the CPU
-time that a process of the system gets, for example the broker."""
+"""The nice value of the processes that run or compile clients' code. If the cores are busy, such a
+process gets a third of the CPU time that a process of the system gets, for example the broker."""
 LOW_NICENESS = 15
 """The nice value of a guest process during a long call. If the cores are busy, such a process gets
 a thirtieth of the CPU time that a process of the system gets."""
 LONG_S = 0.05
 """Seconds after which a call counts as long."""
 STARVED_S = 5.0
-"""Seconds after which a long call has the usual priority again. Otherwise, on a machine without
-free cores, the call could be too slow for the time limits of its request."""
+"""Seconds after which a long call gets the usual priority back. With a low priority on a machine
+without free cores, the call could exceed the time limits of its request."""
 MIN_SHARE = 0.1
-"""A call that waits is not long: it counts as long only if its process uses at least this share of
-a core's time."""
+"""A call counts as long only if its process uses at least this share of a core's time. A call that
+mostly waits does not count as long."""
 _CAP_SYS_NICE = 1 << 23
 
 
 def lower_priority() -> None:
-    """Makes this process a session of its own with the nice value ``CLIENT_NICENESS``."""
+    """Makes this process a separate session with the nice value ``CLIENT_NICENESS``."""
     with contextlib.suppress(PermissionError):  # The process leads a session already.
         os.setsid()
     os.nice(CLIENT_NICENESS)
@@ -38,8 +38,8 @@ def lower_priority() -> None:
 
 
 class Priority:
-    """The priority of a guest process. It is lowered during long calls, so that other processes
-    lose little CPU time to a guest that computes until its limit."""
+    """The priority of a guest process. It is lowered during long calls. So a guest that computes
+    until its limit takes little CPU time from other processes."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -47,8 +47,8 @@ class Priority:
 
     def watch(self, share: float, call_s: float | None) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
-        the last call of this method. ``call_s``: seconds since the oldest call in the process
-        began, without the time in which the call waited for an answer; None if no call runs."""
+        the last call of this method. ``call_s``: seconds for which the oldest call in the process
+        has run, not counting its waits for answers; None if no call runs."""
         if call_s is None or call_s > STARVED_S:
             self._set(CLIENT_NICENESS)
         elif call_s > LONG_S and share > MIN_SHARE:
@@ -57,19 +57,19 @@ class Priority:
     def _set(self, niceness: int) -> None:
         if niceness == self._niceness:
             return
-        # A process that may not raise priorities cannot lower nice values of processes again, but
-        # it can lower those of sessions.
+        # A process without the right to raise priorities cannot lower the nice value of a process.
+        # But it can lower the nice value of a session.
         if _MAY_RAISE:
             with contextlib.suppress(ProcessLookupError):
-                # The values of all threads of the process are set.
+                # This sets the nice values of all threads of the process.
                 os.setpriority(os.PRIO_PGRP, self._pid, niceness)
         if _set_autogroup(self._pid, niceness) or _MAY_RAISE:
             self._niceness = niceness
 
 
 def _set_autogroup(pid: int, niceness: int) -> bool:
-    """Sets the nice value of a session; returns whether the kernel has accepted the value. It may
-    refuse it, for example if another process has just set one."""
+    """Sets the nice value of a session; returns whether the kernel has accepted the value. The
+    kernel may refuse a value, for example if another process has just set a value."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     except OSError:

@@ -15,30 +15,30 @@ def checked_query(query: object, size: int) -> Query:
     """Checks a query for a vocabulary of ``size`` tokens, and returns it without repeated tokens.
     Raises ControllerError for the first invalid value."""
     if not isinstance(query, Query):
-        raise _wrong(f"its query is {query!r}; expected Query(top, tokens)")
-    top = _whole("top of its query", query.top, 0, MAX_QUERY_TOP)
+        raise _wrong(f"the query is {query!r}; expected Query(top, tokens)")
+    top = _whole("top of the query", query.top, 0, MAX_QUERY_TOP)
     if not isinstance(query.tokens, Iterable):
-        raise _wrong(f"the tokens of its query are {query.tokens!r}; expected a list of ids")
+        raise _wrong(f"the tokens of the query are {query.tokens!r}; expected a list of ids")
     tokens = list(dict.fromkeys(query.tokens))
     if len(tokens) > MAX_QUERY_TOKENS:
-        raise _wrong(f"its query has {len(tokens)} tokens; at most {MAX_QUERY_TOKENS} are allowed")
-    return Query(top, [_whole("a token of its query", token, 0, size - 1) for token in tokens])
+        raise _wrong(f"the query has {len(tokens)} tokens; at most {MAX_QUERY_TOKENS} are allowed")
+    return Query(top, [_whole("a token of the query", token, 0, size - 1) for token in tokens])
 
 
 def checked_override(override: object) -> Override:
     """Checks an override, and returns it with its numbers converted to float and int. Raises
     ControllerError for the first invalid value."""
     if not isinstance(override, Override):
-        raise _wrong(f"its override is {override!r}; expected Override(temperature, top_p, seed)")
+        raise _wrong(f"the override is {override!r}; expected Override(temperature, top_p, seed)")
     temperature, top_p, seed = override.temperature, override.top_p, override.seed
     if temperature is not None and not 0 <= _number("temperature", temperature) < float("inf"):
-        raise _wrong(f"the temperature of its override is {temperature}; expected 0 or more")
+        raise _wrong(f"the temperature of the override is {temperature}; expected 0 or more")
     if top_p is not None and not 0 < _number("top_p", top_p) <= 1:
-        raise _wrong(f"the top_p of its override is {top_p}; expected a number above 0, at most 1")
+        raise _wrong(f"the top_p of the override is {top_p}; expected a number above 0, at most 1")
     return Override(
         None if temperature is None else float(temperature),
         None if top_p is None else float(top_p),
-        None if seed is None else _whole("the seed of its override", seed, 0, _MAX_SEED),
+        None if seed is None else _whole("the seed of the override", seed, 0, _MAX_SEED),
     )
 
 
@@ -46,7 +46,7 @@ def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise _wrong(f"the {name} of its override is {value!r}; expected a number") from None
+        raise _wrong(f"the {name} of the override is {value!r}; expected a number") from None
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

@@ -1,12 +1,12 @@
 """Replays the controllers of a request from the recorded inputs of their sequences.
 
-All rounds run with their earlier inputs: the prompt, the sampled tokens, and the answers to
+All rounds run again with their recorded inputs: the prompt, the sampled tokens, and the answers to
 operations on variables, which the state worker stores. If the decisions of a controller depend only
-on these inputs, the replay restores its earlier state.
+on these inputs, the replay restores the controller's state.
 
 The replay returns only the results that the GPU worker may not have applied yet. For each sequence,
-these are the results since its last sampled token, its last scores or distribution, or its last
-applied fork, whichever is the latest.
+these are the results after its last recorded event. An event is a sampled token, scores, a
+distribution, or a fork that the GPU worker has applied.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
 sequence have been replayed before the sequence forks again.
@@ -28,11 +28,11 @@ from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
 TIMES = 10
-"""Factor by which the time limits in ``Limits`` are longer for replayed calls. So a call that ended
-in time on one machine does not exceed its limit on a slower machine."""
+"""The time limits in ``Limits`` are multiplied by this factor for replayed calls. So a call that
+ended in time on one machine does not exceed its limit on a slower machine."""
 MAX_IDLE_WAKES = 10_000
-"""Maximum consecutive rounds in which a sequence suspends without having received a recorded
-answer. This bound applies only if the number of the sequence's wake-ups was not recorded."""
+"""Maximum number of rounds in a row in which a sequence suspends and receives no recorded answer.
+This bound applies only if the number of the sequence's wake-ups was not recorded."""
 
 Steps = Generator[None, None, list[StepResult]]
 """A replay as a generator: it yields between rounds, so that other work can run, and returns the
@@ -48,17 +48,17 @@ class _Past:
     tokens: int = 0
     """Number of sampled tokens whose rounds have been replayed."""
     forks: int = 0
-    """Number of recorded sequences that the replayed forks have created."""
+    """Number of children that the replayed forks of this sequence have created."""
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """The results since the last sampled token or the last applied fork, each with its number in
-    the order of all sequences' results."""
+    """The results since the last sampled token or the last applied fork, each with its position
+    among the results of all sequences."""
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
-    """The writes to variables in the results that ``forked`` has dropped. ``logs`` and ``messages``
-    are from these results too. ``keep`` adds all three to the next result."""
+    """``logs``, ``messages`` and ``storage`` (writes to variables) come from results that
+    ``forked`` has dropped. ``keep`` adds them to the next result."""
     failure: str = ""
     """The reason why the sequence cannot be replayed; empty while it can."""
 
@@ -104,8 +104,8 @@ class GroupReplay:
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The recorded numbers of the ``more`` sequences that a fork creates; None if the GPU
-        worker has not applied the fork. Raises ControllerError if the recorded fork created another
-        number of sequences, or if the recorded sequence did not fork here."""
+        worker has not applied the fork. Raises ControllerError if, before the replay, the sequence
+        did not fork here or created a different number of sequences."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._replays:
@@ -136,8 +136,8 @@ class GroupReplay:
         begin: Callable[[], list[StepResult]],
         closed: Callable[[], bool],
     ) -> Steps:
-        """Runs ``begin`` and then all recorded rounds, or stops when ``closed()`` is true. Returns
-        the results to send."""
+        """Runs ``begin`` and then all recorded rounds. Stops early if ``closed()`` becomes true.
+        Returns the results to send."""
         replay = self._replays.setdefault(first.seq, Replay(first.seq, []))
         self._pasts[first.seq] = _Past(replay, first)
         stack = [first.seq, *self._take(begin())]
@@ -230,8 +230,8 @@ class GroupReplay:
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:
-        """Called when the replay of a sequence is complete or has failed: drops the sequence if it
-        had ended before the replay."""
+        """Called when the replay of a sequence is complete or has failed. If the sequence had
+        already ended before the replay, drops it."""
         sequence = past.sequence
         if past.replay.ended:
             self._drop(sequence)

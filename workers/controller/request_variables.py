@@ -1,21 +1,22 @@
 """Orders a request's operations on variables, and answers them from a copy of the variables.
 
-All controllers of a request run in one worker. The first worker that runs a request has a copy of
-the request's variables, which answers operations without a wait. Each operation is then sent to the
-state worker with its place in the order (``Variable.place``), and the state worker confirms it.
+An *operation* reads or writes a variable, an input or a context. All controllers of a request run
+in one worker. The first worker that runs a request has a copy of the request's variables. The copy
+answers operations without a wait. Each operation is then sent to the state worker with its place in
+the order (``Variable.place``), and the state worker confirms the operation.
 
 A RESULT or a tool call that depends on an operation is sent only after the state worker has
 confirmed this operation and all earlier ones (``when_confirmed``). So if the worker dies, a replay
-receives the answers on which the sent messages depend.
+receives the same answers.
 
 Another worker may continue the request while this worker still runs, for example because this
-worker was suspended. The first new operation of the other worker changes the places of later
-operations. The state worker then refuses all operations of this worker, and the request ends in
-this worker.
+worker was suspended. The first new operation of the other worker takes the next place. The places
+of this worker's operations are then wrong. So the state worker refuses these operations, and the
+request ends in this worker.
 
 A worker without a copy waits for the state worker in each operation. A worker drops the copy when
 the copy becomes too large. Later workers of a request never use a copy, because two workers may run
-the request for a while.
+the request at the same time.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ other requests of the tenant."""
 MAX_COPY_BYTES = 1024 * 1024
 """Maximum bytes of a copy, as ``StorageLimits`` counts them."""
 GRANT_BYTES = 64 * 1024
-"""The bytes of a copy count towards the memory of the tenant in multiples of this number."""
+"""The bytes of a copy, rounded up to a multiple of this number, count towards the memory of the
+tenant."""
 MAX_UNCONFIRMED = 64
 """Maximum operations of a request that the state worker has not confirmed."""
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
 """Maximum bytes of the unconfirmed operations of all requests of a worker. Each tenant has a share
-of this number. A tenant that exceeds its share waits for the confirmation of each operation, so
-that its operations do not delay those of other tenants at the state worker."""
+of this number. A tenant that exceeds its share waits for the confirmation of each operation. So the
+tenant does not delay other tenants' operations at the state worker."""
 OPERATION_BYTES = 4096
 """The bytes that are counted for an unconfirmed operation, in addition to its value."""
 
@@ -98,13 +100,12 @@ class RequestVariables:
         self._share = unconfirmed
         self._mode = _Mode.WAITS if moved else _Mode.FIRST
         self._turn = threading.Lock()
-        """A lock that is held during an operation, unless each operation waits for the state
-        worker. So the operations are sent in the order in which the copy has answered them."""
+        """This lock is held during an operation, except in the mode ``WAITS``. So the operations
+        are sent in the order in which the copy has answered them."""
         self._copy = VariableStorage()
         self._granted = 0
         self._others = 0
-        """Number of operations that the state worker has applied, and that are missing in the
-        copy."""
+        """Number of operations that the state worker has applied but the copy has not."""
         self.failure = ""
         """Why the request cannot continue in this worker; empty while it can."""
         self._closed = False
@@ -113,15 +114,15 @@ class RequestVariables:
         self._confirmed = threading.Condition(self._lock)
         self._sent = 0
         self._unconfirmed: dict[int, int] = {}
-        """The operations that were sent and are not confirmed, in order: for the number of each
-        operation, the bytes that the operation has taken from the tenant's share."""
+        """The operations that were sent and are not confirmed, in order. The key is the number of
+        an operation. The value is the bytes that it has taken from the tenant's share."""
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         """Actions, each with the number of the last operation that must be confirmed first."""
 
     @property
     def waits(self) -> bool:
-        """Whether an action must be passed to ``when_confirmed``, because it may depend on an
-        operation that is not confirmed."""
+        """Whether an action may depend on an operation that is not confirmed. If so, the action
+        must be passed to ``when_confirmed``."""
         return bool(self._unconfirmed or self._held)
 
     @property
@@ -134,9 +135,9 @@ class RequestVariables:
         refused, or if the copy cannot answer it and the state worker does not answer."""
         sent = self._at_once(operation)
         if sent is None and self._mode is not _Mode.WAITS:
-            # This thread gives up its slot of the thread pool before it takes the lock ``_turn``,
-            # and takes a slot again after it has released the lock. So it does not hold the lock
-            # while it waits for a slot.
+            # This thread frees its slot of the thread pool before it takes the lock ``_turn``. It
+            # takes a slot again after it has released the lock. So it never holds the lock while it
+            # waits for a slot.
             with waiting(), self._in_turn():
                 if self._mode is _Mode.FIRST:
                     return self._first(operation)
@@ -159,8 +160,8 @@ class RequestVariables:
     def when_confirmed(self, action: Callable[[], None]) -> None:
         """Calls ``action`` as soon as all operations so far are confirmed: now, or later on another
         thread. Actions are called in the order in which they were passed to this method. ``action``
-        must not wait. It is dropped if an operation is refused, or if the request ends first. Call
-        ``flush`` afterwards."""
+        must not wait. ``action`` is dropped if an operation is refused, or if the request ends
+        first. Call ``flush`` afterwards."""
         with self._lock:
             if self.failure or self._closed:
                 return
@@ -170,8 +171,8 @@ class RequestVariables:
             self._held.append((self._sent, action))
 
     def flush(self) -> None:
-        """Sends the operations so far. Called at the end of a round, because operations are
-        otherwise sent together with the next message."""
+        """Sends the operations so far immediately. Without this call, they are sent together with
+        the next message. Called at the end of a round."""
         self._state.flush()
 
     def close(self) -> None:
@@ -219,8 +220,9 @@ class RequestVariables:
         return answer
 
     def _at_once(self, operation: Variable) -> tuple[VariableAnswer, int] | None:
-        """Does an operation and returns the result of ``_ahead``. Returns None and does nothing if
-        the operation would have to wait first, or if the request has ended in this worker."""
+        """Does an operation without a wait, and returns the result of ``_ahead``. Returns None and
+        does nothing if the operation would have to wait, or if the request has ended in this
+        worker."""
         if self._mode is not _Mode.AHEAD or operation.op not in COPIED:
             return None
         if not self._turn.acquire(blocking=False):
@@ -235,15 +237,16 @@ class RequestVariables:
             self._end_turn()
 
     def _ahead(self, operation: Variable) -> tuple[VariableAnswer, int]:
-        """Answers an operation from the copy, and sends it. Returns the answer, and the number of
-        the operation if its confirmation must be awaited (``_send``), otherwise 0."""
+        """Answers an operation from the copy, and sends it. Returns the answer and a number. The
+        number is the operation's number if its confirmation must be awaited (``_send``), and 0 if
+        not."""
         copy = self._copy
         # A guest that runs again in a new process repeats its operations.
         repeated = copy.answered(operation)
         place = copy.num_answers(operation.request) + self._others
         answer = copy.apply(operation)
-        # Neither the copy nor the state worker stores every refusal. A refusal that is not stored
-        # does not count in the order, so its operation is not sent.
+        # Some refusals are not stored, by the copy or by the state worker. Such a refusal does not
+        # have a place in the order, so the operation is not sent.
         if repeated or not copy.answered(operation):
             return answer, 0
         return answer, self._send(structs.replace(operation, place=place), answer)
@@ -262,8 +265,8 @@ class RequestVariables:
         return answer
 
     def _send(self, operation: Variable, answer: VariableAnswer) -> int:
-        """Sends an operation. Returns its number if the operation exceeds the share of the tenant,
-        otherwise 0."""
+        """Sends an operation. Returns the operation's number if the operation exceeds the tenant's
+        share, and 0 if it does not."""
         size = OPERATION_BYTES + len(operation.value)
         with self._lock:
             if self._closed:

@@ -1,13 +1,13 @@
-"""The jobs that the pool's threads run: single rounds, and batches of rounds. The sequences of a
-batch have the same grammar, or guests in the same process.
+"""The jobs that the pool's threads run. A job is a single round or a batch of rounds. The sequences
+of a batch have the same grammar, or guests in the same process.
 
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
 call of the guest for all of its sequences, and less Python for each sequence.
 
-A round with a grammar is usual if its token is accepted, its mask is cached, and the grammar does
-not force a text. A round of the batch that is not usual runs separately after the batch, on the
-same thread. One thread runs the whole batch, because the Wasm instance of a grammar takes one call
-at a time. Several threads would only wait for each other.
+A round with a grammar is *usual* if its token is accepted, its mask is cached, and the grammar does
+not force a text. The other rounds of a batch run one by one after the batch, on the same thread.
+One thread runs the whole batch. With several threads, the threads would wait for each other,
+because the Wasm instance of a grammar runs one call at a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A round: the calls to one controller between two sampled tokens.
 
 A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
-or mid_process appends tokens, post_process and pre_process follow for these tokens. Each
-round has one result: drop tokens, append tokens, and then sample under a mask and a bias, read a
-distribution, score texts, fork, suspend or stop.
+or mid_process appends tokens, post_process and pre_process follow for these tokens.
+
+Each round has one result. The result may drop and append tokens. It then does one of the following:
+sample under a mask and a bias, read a distribution, score texts, fork, suspend or stop. A *draft*
+is a list of tokens that the GPU worker expects next.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ class ControlledSequence:
     """The row of the shared file (``masks.py``) that ``mask`` refers to. None if masks are sent as
     attachments."""
     bias_view: memoryview | None = None
-    """The buffer for a bias in the row ``row``. None if biases are sent as attachments."""
+    """The buffer for the bias, in row ``row``. None if biases are sent as attachments."""
     bias: bytes = b""
     """The bias of the last mid_process, which is sent as an attachment. Empty if that call had no
     bias, or if the bias is in a row."""
     along: list[Place] = field(default_factory=list)
-    """Buffers for the decisions after the tokens of a draft. They are rows of the shared file if
-    ``mask`` is a row."""
+    """Buffers for the decisions after each token of a draft (``along.py``). If ``mask`` is a row of
+    the shared file, these buffers are rows too."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds (``round_jobs``) can run in a batch with rounds of other
     controllers."""
@@ -72,21 +74,22 @@ class ControlledSequence:
     slow: bool = False
     """Whether the last round took so long that the next round gets a separate thread."""
     seen_changes: int = 0
-    """Number of changes by other sequences of the request when the last pre_process began."""
+    """Number of changes that other sequences of the request had made when the last pre_process
+    began."""
     wakes: int = 0
     """Number of wake-ups since the last sampled token."""
     woken: bool = False
     """Whether the last round began with a wake-up."""
     awaits: int = 0
-    """The number of the input for which the sequence has waited since its last result, or 0
-    (``StepResult.awaits``)."""
+    """The number of the input that the sequence has awaited since its last result
+    (``StepResult.awaits``). 0 if the sequence does not wait for an input."""
     forks: int = 0
     """Number of forks that the sequence has made."""
     children: int = 0
     """Number of sequences that were forked from this sequence."""
 
     def __post_init__(self) -> None:
-        """Checks once which protocols the controller implements, because each check takes 25 µs."""
+        """Stores which protocols the controller implements, because each check takes 25 µs."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
         if isinstance(self.controller, DecidesAhead):
@@ -101,7 +104,7 @@ class Change:
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
-    """The prompt with which the sequence begins anew; empty if it keeps its prompt."""
+    """The prompt with which the sequence begins anew; empty if the sequence keeps its prompt."""
     pin: Pin | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -109,8 +112,8 @@ class Change:
         self.backtrack, self.tokens, self.prompt, self.pin = 0, [], list(prompt), None
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
-        """Drops ``backtrack`` tokens from the end (first those that this round has appended), and
-        then appends ``tokens``."""
+        """Drops ``backtrack`` tokens from the end, and then appends ``tokens``. The tokens that
+        this round has appended are dropped first."""
         taken = min(backtrack, len(self.tokens))
         if taken:
             del self.tokens[-taken:]
@@ -172,9 +175,9 @@ class Rounds:
         logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
         """Runs the round after tokens were sampled, or after the controller has read a distribution
-        without sampling. ``distributions`` and ``logprobs``: those of the tokens, if the controller
-        asked for them. If the decision is only to sample, the result also has the decisions after
-        the tokens of ``draft``."""
+        without sampling. If the decision is only to sample, the result also has the decisions after
+        the tokens of ``draft``. ``distributions`` and ``logprobs`` are the answers that the
+        controller asked for. They are empty if it did not ask."""
         sequence.variables.begin_round()
         sequence.woken = False
         sequence.wakes = 0
@@ -215,8 +218,8 @@ class Rounds:
         distributions: Sequence[Distribution] = (),
         logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
-        """Calls the last post_process of a sequence that the GPU worker has ended. ``stop``: the
-        stop string before which the sequence's text ends."""
+        """Calls post_process for the last time, after the GPU worker has ended the sequence.
+        ``stop``: the stop string that ended the sequence; the text ends before this string."""
         sequence.host.give(distributions, logprobs=logprobs)
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
@@ -278,9 +281,9 @@ class Rounds:
 
     @staticmethod
     def _caught_up(sequence: ControlledSequence, tokens: Sequence[int]) -> Sequence[int]:
-        """Runs the rounds of all accepted tokens of a draft except the last token. The results of
-        these rounds are not needed, because a copy of the controller has made the same decisions.
-        Returns the tokens of the round that follows."""
+        """Runs a round for each token except the last one, if several tokens were sampled at once
+        along a draft. The results of these rounds are dropped, because a copy of the controller has
+        made the same decisions. Returns the tokens for the next round."""
         controller = sequence.controller
         if len(tokens) < 2 or not runs_ahead(controller):
             return tokens
@@ -293,17 +296,17 @@ class Rounds:
             if not samples:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"after token {token} of a draft it did not sample, as its copy did; a "
-                    "controller that takes drafts has to decide by its prompt, argument and tokens "
-                    "only",
+                    f"after token {token} of a draft, the controller did not sample, but its copy "
+                    "did; with takes_drafts, decisions may depend only on the prompt, the argument "
+                    "and the tokens",
                 )
         return tokens[-1:]
 
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
-        """Calls pre_process and mid_process. Directly after a fork, ``group`` has the numbers of
-        the resulting sequences, and the first call is mid_process."""
+        """Calls pre_process and mid_process. Directly after a fork, the first call is mid_process,
+        and ``group`` has the numbers of the resulting sequences."""
         change = Change()
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):
@@ -359,30 +362,31 @@ class Rounds:
                 return [_stopped(sequence, change)]
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"it appended tokens in {sequence.host.limits.silent_rounds} rounds without sampling; "
-            "a controller has to sample, suspend or stop before that",
+            f"the controller appended tokens in {sequence.host.limits.silent_rounds} rounds "
+            "without sampling; it must sample, suspend or stop earlier",
         )
 
     def _append(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
-        """Drops and appends tokens as an answer says, and calls post_process for them. Returns
+        """Drops and appends tokens as ``answer`` requests, and calls post_process for them. Returns
         whether post_process stops the sequence."""
         drop, tokens = answer.backtrack, answer.tokens
         if not drop and not tokens:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "its splice neither drops nor appends tokens; a splice has to do one of them",
+                "the splice neither drops nor appends tokens; a splice must drop or append some",
             )
         if drop > sequence.length:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"its splice drops {drop} tokens; the sequence has {sequence.length} beyond its "
+                f"the splice drops {drop} tokens; the sequence has {sequence.length} beyond its "
                 "prompt",
             )
         appended, most = len(change.tokens) + len(tokens), sequence.host.limits.appended_tokens
         if appended > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appended {appended} tokens without sampling; at most {most} are allowed",
+                f"the controller appended {appended} tokens without sampling; at most {most} are "
+                "allowed",
             )
         _check_tokens(sequence, tokens)
         self._count_bytes(TOKEN_BYTES * drop)
@@ -429,7 +433,7 @@ class Rounds:
         if not 0 < len(prompt) <= most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"its new prompt has {len(prompt)} tokens; expected 1 to {most}",
+                f"the new prompt has {len(prompt)} tokens; expected 1 to {most}",
             )
         _check_tokens(sequence, prompt)
         self._count_bytes(TOKEN_BYTES * (sequence.length + len(prompt)))
@@ -443,8 +447,9 @@ class Rounds:
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
     ) -> list[StepResult]:
-        """Forks a sequence, and continues the round of each resulting sequence. Each round
-        continues with mid_process, or with pre_process if the request itself forks (``n``)."""
+        """Forks a sequence, and continues the round of each resulting sequence. If the fork is due
+        to the request's ``n``, the round continues with pre_process. After any other fork, it
+        continues with mid_process."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]
@@ -458,15 +463,15 @@ class Rounds:
     def _guarded(
         sequence: ControlledSequence, round_: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """Runs a round; a failure ends only its own sequence."""
+        """Runs a round. If the round fails, only its sequence ends."""
         try:
             return round_()
         except TokenbusError as error:
             failed = _result(sequence, "error")
             failed.error, failed.code = error.message, str(error.code)
         except BaseException as error:
-            # Panics of native libraries are BaseExceptions, and the code of a Python controller may
-            # raise BaseExceptions too.
+            # Panics of native libraries are BaseExceptions. The code of a Python controller may
+            # also raise a BaseException.
             number = about(sequence.host.request)
             log.exception("a round of sequence %d failed", sequence.seq, extra=number)
             failed = _result(sequence, "error")
@@ -482,13 +487,14 @@ def _check_tokens(sequence: ControlledSequence, tokens: Sequence[int]) -> None:
         if not 0 <= token < size:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appended token {token}; token ids of this model are 0 to {size - 1}",
+                f"the controller appended token {token}; token ids of this model are 0 to "
+                f"{size - 1}",
             )
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
     """Changes the result of the round after an end-of-sequence token so that the sequence ends.
-    Changes it only if the controller's decision is just to sample or to stop."""
+    Does nothing if the controller's decision does more than sample or stop."""
     first = results[0]
     changes = first.backtrack or first.ff_tokens or first.prompt
     alone = len(results) == 1 and not changes

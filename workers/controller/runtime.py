@@ -1,4 +1,5 @@
-"""The runtime of guests, which determines where they run and how they are stopped.
+"""The runtimes of guests. A runtime determines in which process guests run, and how they are
+stopped.
 
 The worker's rounds need four things from a runtime: programs whose controllers follow
 ``interface.Controller``, a tick that enforces time limits, metrics, and ``close``. Tokens and masks
@@ -34,7 +35,8 @@ def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
 
 class GuestRuntime(Protocol):
     """Runs the guests of uploaded modules, or the controllers that the operator serves.
-    Thread-safe."""
+    Thread-safe. ``owner`` is the tenant of a request, or the session if clients do not have
+    keys."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -45,17 +47,17 @@ class GuestRuntime(Protocol):
         the name is not in ``names``."""
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that guests lack, with the reasons. May wait until a guest
+        """The layers of isolation that guests do not have, with the reasons. May wait until a guest
         process has reported its layers. Empty for the controllers that the operator serves, because
-        they are trusted."""
+        these are trusted."""
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a module, for guests of ``owner``. ``module`` is the module's id; ``load``
         reads the module's compiled form."""
 
     def tick(self) -> None:
-        """Enforces time limits. Called about every millisecond while rounds or starts run, and at
-        least about every 0.25 s otherwise."""
+        """Enforces time limits. Called about every millisecond while rounds or starts run, and
+        about every 0.25 s or more often at other times."""
 
     def series(self) -> list[Series]:
         """The metrics of the runtime."""
@@ -100,7 +102,7 @@ class ThreadRuntime:
         return program
 
     def tick(self) -> None:
-        """Does nothing. The worker itself increments the epoch of its engine, which enforces the
+        """Does nothing. The worker increments the epoch of its Wasm engine, which enforces the
         limits."""
 
     def series(self) -> list[Series]:

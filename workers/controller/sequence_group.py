@@ -1,14 +1,15 @@
 """The controllers of one request, one for each of its sequences, and the state of each sequence.
 
-A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
-another sequence of the request writes a variable, finishes or runs a round. A change that comes
+A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken by a
+*change*: another sequence of the request writes a variable, finishes or runs a round. A change
 during the pre_process that suspends the sequence also wakes it. A sequence that waits for a
-variable (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all
-sequences are suspended and no sequence is woken in this way, all are woken 10 ms or more later
-(``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, or after one if all sequences
-wait for variables, the request ends with `deadlock`. Only an input wakes a sequence that waits for
-an input. While a sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms
-do not happen.
+variable (``ctx.wait_var``) is woken only by a write of this variable. A sequence that waits for an
+input is woken only by an input.
+
+If all sequences are suspended and no change wakes one, all sequences are woken after 10 ms or more
+(``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the request ends with
+`deadlock`. If all sequences wait for variables, the request ends after the first such wake-up.
+While a sequence waits for an input or for the answer of a tool, these wake-ups do not happen.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ Round = Callable[[], list[StepResult]]
 the round creates."""
 
 MAX_WAKES = 200
-"""Maximum number of wake-ups that the sequences of a request cause before the next sampled token,
-as a multiple of the number of these sequences. A barrier needs one wake-up of each sequence by each
-other sequence."""
+"""Maximum number of wake-ups of one request before its next sampled token, as a multiple of the
+number of its sequences. In a barrier of a program, each sequence wakes each other sequence once."""
 MAX_ALONG = 16
-"""Maximum number of tokens of a draft for which rounds run before the draft is verified."""
+"""Maximum number of tokens of a draft after which masks and biases are computed in advance
+(``along.py``)."""
 SHARED_MEMORY = 16
-"""The memory that all sequences of a request share, as a multiple of the memory limit of a single
-sequence."""
+"""Maximum memory of all sequences of a request together, as a multiple of the memory limit of a
+single sequence."""
 
 _STAGES = {
     "sample": Stage.WAITING,
@@ -84,28 +85,30 @@ class SequenceGroup:
         attempt: int = 0,
     ) -> None:
         """``gpu``: the id of the request's GPU worker. ``perform`` does an operation on a variable.
-        ``inspect``: whether results have the durations of their rounds. ``attempt``:
-        ``Start.attempt``."""
+        ``inspect``: whether results have the durations of their rounds. ``attempt``: the number
+        that the GPU worker gave to the START (``Start.attempt``)."""
         self.request = request
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """``Start.attempt``, which the first RESULT of the group contains. After this RESULT was
-        sent, ``PendingResult`` sets this field to 0."""
+        """The number that the GPU worker gave to the START. The first RESULT of the group repeats
+        this number, and ``PendingResult`` then sets this field to 0."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
         self._perform = perform
         self.meter = Meter()
-        """Measures the work of the request's controller."""
+        """Counts the rounds and the CPU time of the request's controller."""
         self.tenant = self.owner = ""
-        """The request's tenant, and the owner of its guests. The worker sets both before the first
-        round."""
+        """The request's tenant, and the owner of its guests. The owner is the tenant, or the
+        session if clients do not have keys. The worker sets both fields before the first round."""
         self.memory: TenantMemory | None = None
         """The memory share of the owner. The worker sets this field before the first round."""
         self.reads_usual = False
-        """``Start.reads_usual``. The worker sets it and ``takes_runs`` before the first round."""
+        """Whether the GPU worker reads the short form of results, ``Result.usual``
+        (``Start.reads_usual``). The worker sets this field and ``takes_runs`` before the first
+        round."""
         self.events: RoundEvents | None = None
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
@@ -133,8 +136,8 @@ class SequenceGroup:
         self._shared = RequestState()
         self._wakes = 0
         self._idle_wakes = 0
-        """Number of times that the idle group was woken since a token was sampled, an input arrived
-        or a tool answered."""
+        """Number of times that ``wake_idle`` has woken the group since a token was sampled, an
+        input arrived or a tool answered."""
         self._idle = self._timed = False
         """``_idle``: whether all sequences are suspended. ``_timed``: whether a call of
         ``wake_idle`` is scheduled."""
@@ -143,7 +146,8 @@ class SequenceGroup:
 
     @property
     def takes_runs(self) -> bool:
-        """``Start.takes_runs``; False if the request inspects each round."""
+        """Whether results may allow several tokens before the next round (``Start.takes_runs``).
+        False if the request inspects each round."""
         return self._rounds.takes_runs
 
     @takes_runs.setter
@@ -188,7 +192,7 @@ class SequenceGroup:
         n: int,
         replays: Sequence[Replay],
     ) -> Steps:
-        """Like ``begin``, followed by all rounds that the sequences ran on another worker.
+        """Like ``begin``, and then replays all rounds that the sequences ran on another worker.
 
         Yields between rounds, and returns the results that the GPU worker has possibly not applied.
         Once these results are recorded, the group is in the same state as if it had always run on
@@ -205,7 +209,7 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
-                # The GPU worker has not suspended any of these sequences yet, so results that
+                # The new GPU worker has not suspended any of these sequences yet, so results that
                 # suspend them must be sent (``repeats``).
                 sequence.woken = False
                 if self._closed:
@@ -227,12 +231,12 @@ class SequenceGroup:
     ) -> tuple[ControlledSequence, Round] | None:
         """Returns the next round of a sequence, after the model has sampled ``tokens`` or computed
         ``scores``, or after the GPU worker has ended the sequence. Returns None if the sequence
-        does not wait for the model. With ``ended``, a suspended sequence also has a round.
+        does not wait for the model. If ``ended`` is true, a suspended sequence has a round too.
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
-        ``distributions`` and ``logprobs``: those of ``tokens``, if the controller asked for them.
-        Without ``wait``, raises GroupBusy if another thread has the group's lock.
+        ``distributions`` and ``logprobs``: the values for ``tokens`` that the controller asked for.
+        If ``wait`` is false, raises GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
@@ -289,7 +293,7 @@ class SequenceGroup:
             return self._wake()
 
     def checked(self, results: list[StepResult]) -> list[StepResult]:
-        """Returns the results of a round, or errors in their place if the request has failed."""
+        """Returns the results of a round. If the request has failed, returns errors instead."""
         failure = self.failure
         return [self._failed(result.seq, failure) for result in results] if failure else results
 
@@ -313,7 +317,7 @@ class SequenceGroup:
     def begins_idle(self) -> bool:
         """Whether the caller must schedule a call of ``wake_idle``, because all sequences are
         suspended. Returns True only once before each ``wake_idle``."""
-        if not self._idle:  # A thread that sets ``_idle`` calls this method afterwards.
+        if not self._idle:  # A thread that is about to set ``_idle`` calls this method afterwards.
             return False
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
@@ -339,8 +343,8 @@ class SequenceGroup:
         """Called when a tool has answered; returns what ``record`` returns."""
         with self._lock:
             self._changes += 1
-            # A request has a bounded number of tool calls, so their answers do not count as
-            # wake-ups.
+            # Answers of tools do not count as wake-ups, because the number of a request's tool
+            # calls is bounded.
             self._wakes = self._idle_wakes = 0
             return ([], []) if self._closed else self._wake()
 
@@ -375,8 +379,8 @@ class SequenceGroup:
 
     def along(self, seq: int, count: int) -> list[tuple[bytes, bytes | None]]:
         """Copies of the masks and the biases after the first ``count`` tokens of a sequence's
-        draft, to be sent once. The biases are then dropped, because those of one draft can take 8
-        MB."""
+        draft, to be sent once. The biases are then dropped, because the biases of one draft can
+        take 8 MB."""
         with self._lock:
             sequence = self._sequences.get(seq)
             places = sequence.along[:count] if sequence is not None else ()
@@ -430,8 +434,8 @@ class SequenceGroup:
             and not (self._awaits_input(s) or s.variables.awaits_write)
         ]
         self._wakes += len(woken)
-        # After a replay, a sequence that received recorded answers is woken, because these answers
-        # have earlier values of the variables.
+        # A sequence that received recorded answers during a replay is woken, because the variables
+        # may have changed since these answers.
         woken += [s for s in waiting if s.variables.repeated and s not in woken]
         if woken:
             if self._wakes > MAX_WAKES * len(sequences):
@@ -449,22 +453,22 @@ class SequenceGroup:
         return [], []
 
     def _deadlock(self, waiting: Sequence[ControlledSequence]) -> str:
-        """Returns why ``waiting``, all sequences of the request, are in a deadlock. The result is
-        empty if the sequences are to be woken again.
+        """Returns the reason why the sequences of the request are in a deadlock; empty if they are
+        to be woken again. ``waiting`` has all these sequences.
 
         If all sequences wait for variables, they are woken once, to read the variables again.
         """
         if self._idle_wakes and all(s.variables.awaits_write for s in waiting):
             names = sorted({repr(s.variables.awaited_name) for s in waiting})
             return (
-                "deadlock: every sequence of the request that is left waits for a variable "
-                f"({', '.join(names)}), so no sequence can write it"
+                "deadlock: all remaining sequences of the request wait for variables "
+                f"({', '.join(names)}), so no sequence can write these variables"
             )
         if self._idle_wakes < self._limits.idle_wakes:
             return ""
         return (
-            "deadlock: every sequence of the request is suspended; they were woken "
-            f"{self._idle_wakes} times in a row, and all suspended again"
+            "deadlock: all sequences of the request are suspended; they were woken "
+            f"{self._idle_wakes} times in a row, and suspended again each time"
         )
 
     def _awaits_input(self, sequence: ControlledSequence) -> bool:
@@ -576,9 +580,8 @@ class SequenceGroup:
         return self._perform(operation)
 
     def _count_bytes(self, size: int) -> None:
-        """Counts bytes that the request writes to variables, and the bytes of its new prompts,
-        scored texts, dropped tokens and distributions without a token. Raises ControllerError if
-        they exceed ``Limits.used_bytes``."""
+        """Counts bytes towards ``Limits.used_bytes``, for example bytes that the request writes to
+        variables. Raises ControllerError if the request exceeds this limit."""
         most = self._limits.used_bytes
         with self._lock:
             used = self._used_bytes + size
@@ -619,9 +622,9 @@ class SequenceGroup:
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
         """Allocates memory for the decisions after ``count`` tokens of a draft. If the sequence's
-        mask is in a row of the shared file, the decisions get more rows of this file, but only
-        while more than half of all rows are free. If the mask is not in a row, the decisions get
-        buffers of this process."""
+        mask is in a row of the shared file, the decisions get further rows of this file, as long as
+        more than half of all rows are free. If the mask is not in a row, the decisions get buffers
+        of this process."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

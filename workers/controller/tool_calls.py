@@ -1,14 +1,15 @@
 """Calls of tools by programs: the record of a call, and the delivery of the call's answer.
 
-A call has a *record*, a variable of its request, which first contains a mark and later the answer.
-The program reads the record as it reads any variable, and suspends while the record contains the
-mark. So a program that waits for an answer blocks neither a thread nor a slot of the engine. A
-replay reads the answer from the record.
+A call has a *record*. The record is a variable of the request, which first contains a mark and
+later the answer. The program reads the record like any other variable, and suspends while the
+record contains the mark. So a program that waits for an answer blocks neither a thread nor a slot
+of the engine. A replay reads the answer from the record.
 
 The mark is written before the call is sent, and names the attempt that sends the call. If an
-attempt finds the mark of an earlier attempt, it does not make the call again. It requests the
-answer from the tool worker that has the call. If no worker has the call any more, the answer is an
-error. So each call is made at most once.
+attempt finds the mark of an earlier attempt, it does not make the call again. Instead it requests
+the answer from the tool worker that received the call. If no worker has the call any more, the
+answer is an error. So each call is made at most once. A *lineage* is a number that identifies a
+sequence (``forks.py``).
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def value_of(record: bytes) -> bytes:
     assert answer is not None
     if answer.error is None:
         return bytes(answer.value)
-    # The error does not get the code of the answer, because a code such as worker_lost might cause
-    # the client to send its request again.
+    # The error has the code TOOL_FAILED and not the code of the answer. A code such as worker_lost
+    # might cause the client to send its request again.
     raise ControllerError(Code.TOOL_FAILED, answer.error)
 
 
@@ -89,7 +90,8 @@ def _record(value: bytes, error: str | None, code: str) -> bytes:
 
 
 class _Id(NamedTuple):
-    """A call, and the link to the broker of its request."""
+    """A call, and the *link* of its request: the number of the worker's connection to the request's
+    broker."""
 
     link: int
     request: int
@@ -179,7 +181,7 @@ class GroupTools:
         self._attempt = MARK + secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._sent: set[tuple[int, int]] = set()
-        """Lineage and number of each call whose answer is not in its record yet."""
+        """The lineage and the number of each call without an answer in its record."""
 
     @property
     def waits(self) -> bool:
@@ -205,7 +207,7 @@ class GroupTools:
         if not marked.written:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the variable {record!r} exists already; this name is for a call of a tool",
+                f"the variable {record!r} exists already; this name is reserved for a tool call",
             )
         call = Call(marked.request, marked.lineage, marked.number, tool, arguments)
         if (call.lineage, call.count) in self._sent:
@@ -227,8 +229,8 @@ class GroupTools:
         return record
 
     def _read(self, call: Call, record: str) -> bytes:
-        """The present content of a record. The operation that reads the record has a random
-        lineage, so that the state worker does not answer with a recorded answer."""
+        """The present content of a record. The read operation has a random lineage. With a fixed
+        lineage, the state worker could repeat its answer to an earlier read."""
         lineage = secrets.randbits(63)
         found = self._perform(Variable(call.request, lineage, 1, "get", record))
         return found.value or b""

@@ -1,10 +1,13 @@
 """Operations on the variables of a request, which the state worker executes.
 
 ``VariableCalls.perform`` blocks the thread that calls it. While the thread waits, other jobs use
-its slot of the thread pool (``pool.py``). ``VariableCalls.send`` does not wait. The bus thread
-delivers the answer. An operation without an answer is sent again. The triple (request, lineage,
-count) identifies an operation, so that the state worker executes the operation once, even if it is
-sent again or its controller is replayed.
+its slot of the thread pool (``pool.py``). ``VariableCalls.send`` does not wait. The *bus thread*,
+which receives the worker's messages, delivers the answer. An operation without an answer is sent
+again.
+
+The triple (request, lineage, count) identifies an operation. The lineage stands for the sequence
+(``forks.py``), and the count numbers the sequence's operations. So the state worker executes an
+operation once, even if the operation is sent again or the controller is replayed.
 """
 
 from __future__ import annotations
@@ -28,22 +31,23 @@ AGAIN_S = 0.5
 """Time after which an operation without an answer is sent again, in seconds."""
 GIVE_UP_S = 120.0
 """Maximum total wait of an operation, in seconds. A state worker or broker that was killed is
-restarted within this time. The default of ``move_wait_s``, the time for which a stream waits for a
-worker, has the same value."""
+restarted within this time. ``move_wait_s``, the time for which a stream waits for a worker, has the
+same default."""
 ROUND_BYTES = 128 * 1024
 """Maximum bytes that a sequence may write to variables in one round. The limit on the texts that a
 sequence sends in one round has the same value. The number is small because these bytes are also
-sent to the client, with the next token. Writes of 1 MiB in a round doubled the step time of other
-streams on two cores. Writes of 128 KiB have no measurable effect."""
+sent to the client, with the next token. On two cores, writes of 1 MiB in a round doubled the step
+time of other streams. Writes of 128 KiB have no measurable effect."""
 
 
 MAX_SENT_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of all texts that a sequence may send to its client. They are bounded because they
-are stored until the stream ends."""
+"""Maximum bytes of all texts that a sequence may send to its client. The bytes are bounded because
+the texts are stored until the stream ends."""
 
 
 _Name = tuple[int, int, int, int]
-"""Link, request, lineage and count of an operation."""
+"""Link, request, lineage and count of an operation. A link is the number of the worker's connection
+to a broker."""
 
 
 class VariableCalls:
@@ -68,8 +72,8 @@ class VariableCalls:
         self, operation: Variable, answered: Callable[[VariableAnswer], None], link: int = 0
     ) -> None:
         """Sends an operation over ``link``, and does not wait. ``answered`` is called once, on
-        another thread: with the answer, or with an error if no answer arrives. It is not called if
-        the request ends first."""
+        another thread: with the answer, or with an error if no answer arrives. ``answered`` is not
+        called if the request ends first."""
         name = (link, operation.request, operation.lineage, operation.count)
         frames = _frames(operation)
         with self._lock:
@@ -77,10 +81,10 @@ class VariableCalls:
         self._post_later(frames, link)
 
     def send_again(self, now: float) -> None:
-        """Called often. Sends operations of ``send`` again if their answers are overdue at ``now``,
-        a time of the monotonic clock. If one operation of a request is overdue, all operations of
-        the request are sent again, in their order. After ``GIVE_UP_S``, an operation is answered
-        with an error."""
+        """Called often. Sends operations of ``send`` again if their answers are overdue. ``now``:
+        the present time of the monotonic clock. If one operation of a request is overdue, all
+        operations of the request are sent again, in their order. After ``GIVE_UP_S``, an operation
+        is answered with an error."""
         if not self._sent or now < self._next_check_s:
             return
         self._next_check_s = now + AGAIN_S / 2
@@ -279,9 +283,9 @@ class SequenceVariables:
         repeat: Callable[[Variable], VariableAnswer] | None = None,
         shared: RequestState | None = None,
     ) -> None:
-        """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
-        ``perform`` does an operation; ``repeat`` does the operations of a replayed guest
-        (``again``), which are not counted towards the quota again. ``written`` is called after each
+        """``lineage`` identifies the operations of this sequence (``Variable.lineage``).
+        ``perform`` does an operation. ``repeat`` does an operation of a replayed guest (``again``),
+        without counting it towards the quota a second time. ``written`` is called after each
         successful write."""
         self.lineage = lineage
         self._request = request
@@ -295,16 +299,16 @@ class SequenceVariables:
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
-        """If the last ``receive`` found no input: the number of INPUTS messages that had arrived
-        before this ``receive``. Otherwise None."""
+        """The number of INPUTS messages that had arrived before the last ``receive``. None if it
+        found an input, or if this round has not called ``receive``."""
         self._awaited_variable: tuple[str, int] | None = None
-        """The name and the version that the last ``await_write`` of this round did not find.
-        Otherwise None."""
+        """The name and the version that the last ``await_write`` of this round did not find. None
+        if it found the version, or if this round has not called ``await_write``."""
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
-        """Whether an operation of the current round had been executed before, so that its answer is
-        a recorded one."""
+        """Whether the state worker had already executed an operation of the current round before
+        this round. The answer is then the recorded answer."""
 
     def get(self, name: str) -> Stored | None:
         """See ``host.Variables``."""
@@ -320,14 +324,14 @@ class SequenceVariables:
 
     @property
     def awaited_name(self) -> str:
-        """The name of the variable that the last ``await_write`` of this round did not find;
-        otherwise empty."""
+        """The name of the variable that the last ``await_write`` of this round did not find; empty
+        if there is no such variable."""
         return self._awaited_variable[0] if self._awaited_variable else ""
 
     @property
     def awaits_write(self) -> bool:
-        """Whether the last ``await_write`` of this round did not find its version, and no sequence
-        has written this version."""
+        """Whether the last ``await_write`` of this round waits for a version that no sequence has
+        written yet."""
         if self._awaited_variable is None:
             return False
         name, version = self._awaited_variable
@@ -351,7 +355,8 @@ class SequenceVariables:
 
     @property
     def awaits(self) -> int:
-        """If the last ``receive`` found no input: the number of the next input. Otherwise 0."""
+        """The number of the next input, if the last ``receive`` found no input; 0 in all other
+        cases."""
         return 0 if self.awaited_input is None else self._shared.taken + 1
 
     def send(self, text: bytes) -> None:
@@ -370,8 +375,8 @@ class SequenceVariables:
 
     def context(self, op: Literal["save", "open"], name: str, content: bytes = b"") -> bytes | None:
         """Saves or opens a context of the request's tenant; returns the content of an opened
-        context, or None if it does not exist. These operations have a separate lineage. The
-        controller worker makes them, so a guest that is replayed in a new process does not repeat
+        context, or None if it does not exist. These operations have a separate lineage, because the
+        controller worker makes them. A guest that is replayed in a new process does not repeat
         them."""
         self._contexts += 1
         lineage = _context_lineage(self.lineage)
@@ -381,7 +386,7 @@ class SequenceVariables:
         return (answer.value or b"") if answer.version else None
 
     def mark_record(self, attempt: bytes) -> RecordMark:
-        """Creates the record of a call of a tool (``tool_calls``). Its content is ``attempt``, the
+        """Creates the record of a tool call (``tool_calls``). The record contains ``attempt``, the
         mark of the present attempt."""
         number = self._count + 1
         answer = self._do("set", record_of(self.lineage, number), attempt, 0)

@@ -95,7 +95,7 @@ memory."""
 SWITCH_S = 0.0005
 """Seconds for which a thread keeps the GIL while other threads need it (``sys.setswitchinterval``).
 A round takes the GIL a few times. With Python's default of 5 ms, the round would wait 5 ms each
-time while another thread runs long Python code."""
+time if another thread runs long Python code."""
 
 _decode_step = msgpack_decoder(Step).decode
 
@@ -159,10 +159,10 @@ class ControllerWorker:
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
         """Threads that handle START messages. Handling a START may take a second, or longer if a
-        grammar must be compiled, so the threads of rounds do not handle START messages."""
+        grammar must be compiled. So the threads of rounds do not handle START messages."""
         self._flushes = Pool(1, "results")
-        """Sends the results that are ready while slower rounds of the same step run. A separate
-        thread does this, because sending may wait for other results that are being sent."""
+        """A separate thread for sending the results that are ready while slower rounds of the same
+        step run. Sending may wait for other results that are being sent."""
         self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads and sends modules that controller workers on other machines need. These jobs do not
@@ -193,7 +193,9 @@ class ControllerWorker:
         self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
         self._groups: dict[tuple[int, int], SequenceGroup] = {}
-        """The groups by link and request. Two brokers may have the same request for a while."""
+        """The groups by link and request. A *group* has the sequences of one request. A *link* is
+        the number of the connection to a broker. Two brokers may have the same request for a
+        while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
         """Results that are being collected, protected by ``_pending_lock``. Complete results are
@@ -203,8 +205,8 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether ``_done`` asks supervisord if a successor will be started. ``stop`` sets this
-        flag."""
+        """If true, ``_done`` asks supervisord if a successor of this process will be started.
+        ``stop`` sets this flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
         """The links of the brokers that have sent HANDOVER. Other workers take over the controllers
@@ -318,8 +320,7 @@ class ControllerWorker:
                 else:
                     rest.append(message)
             except TokenbusError as error:
-                # The call still waits for an answer, so it is sent again or fails at its time
-                # limit.
+                # The call still waits for an answer. It is sent again, or fails at its time limit.
                 log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 
@@ -376,8 +377,8 @@ class ControllerWorker:
         self._start(message, start, tenant, owner)
 
     def _start(self, message: FromBus, start: Start, tenant: str, owner: str) -> None:
-        """Gets the vocabulary, then creates the controller and runs its first round. ``owner``: the
-        owner of the request's guests, which is the tenant, or the session if clients do not have
+        """Gets the vocabulary, creates the controller and runs its first round. ``owner``: the
+        owner of the request's guests. This is the tenant, or the session if clients do not have
         keys."""
         header, link = message.header, message.link
         memory = self._guest_memory.of(owner)
@@ -454,9 +455,9 @@ class ControllerWorker:
     def _step_groups(
         self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
     ) -> None:
-        """Runs a round of each sequence. Without ``wait``, sequences of a group that another thread
-        has locked are passed to a thread of the pool, because the main loop must not wait for a
-        group."""
+        """Runs a round of each sequence. If ``wait`` is false, this method runs on the main loop,
+        so it does not wait for a group that another thread has locked. It passes the sequences of
+        such a group to a thread of the pool."""
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
@@ -504,8 +505,8 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sends a RESULT with an error for sequences of a STEP that this worker does not have, or
-        that do not wait for the model."""
+        """Sends a RESULT with an error for each of these sequences of a STEP, because this worker
+        does not have the sequence, or the sequence does not wait for the model."""
         results = []
         for stepped in sequences:
             text = f"the controller worker does not have sequence {stepped.seq} of this request"
@@ -559,8 +560,8 @@ class ControllerWorker:
         self._pool.submit([fail], tenant=group.tenant)
 
     def _wake_idle(self, group: SequenceGroup) -> None:
-        """Wakes the sequences of a group after all of them were suspended for a time, or ends
-        them."""
+        """Wakes the sequences of a group after all of them were suspended for a time. Ends the
+        sequences if they were woken too often."""
         self._after_send(group, *group.wake_idle())
 
     def _wake_by_input(self, group: SequenceGroup) -> None:
@@ -584,7 +585,7 @@ class ControllerWorker:
         group = self._groups.pop((link, request), None)
         if group is not None:
             # ``end`` is called first, so that no further result is sent. A result that is being
-            # sent now precedes the results of a new START.
+            # sent now is sent before the results of a new START.
             group.end()
             if group.ordered is not None:
                 group.ordered.close()

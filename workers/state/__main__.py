@@ -1,7 +1,7 @@
 """``python -m tokenbus.workers.state``: the state worker, configured by the environment.
 
-With ``--standby``, a worker that finds the folder in use waits until the other worker ends, and
-takes over.
+With ``--standby``, if another state worker uses the folder, this worker waits until the other
+worker ends, and then uses the folder.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main() -> int:
 def _when_free(settings: Settings) -> StateWorker | None:
     """Waits until the folder is free, and returns the worker; None if a signal ends the wait.
 
-    The kernel releases the folder's lock when the process that has the lock ends, for any reason.
-    At most one worker has the lock and writes. SIGINT and SIGTERM stay blocked when this function
-    returns a worker; ``serve`` unblocks them. A signal during the takeover thus stops the worker.
+    At most one worker has the folder's lock and writes. When this worker ends for any reason, the
+    kernel releases the lock. SIGINT and SIGTERM stay blocked when this function returns a worker;
+    ``serve`` unblocks them. A signal during the takeover thus stops the worker.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     health = HealthFile(settings)

@@ -1,5 +1,5 @@
-"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND] [--number N]``: a tool worker,
-configured by the environment."""
+"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND] [--number N]``: a tool worker.
+Environment variables set its settings."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class CachedModel:
     refs: tuple[str, ...]
     """The branches and tags that refer to the commit."""
     size: int
-    """Size of the revision's files in bytes, including files that other revisions share."""
+    """Size of the revision's files in bytes. Files that belong to other revisions too are
+    included."""
     folder: Path
 
     def is_named(self, name: HubName) -> bool:
@@ -58,24 +59,24 @@ class Cache:
         return [str(warning) for warning in self._scanned.warnings] if self._scanned else []
 
     def of(self, name: HubName) -> list[CachedModel]:
-        """The cached revisions that ``name`` refers to. If the name has a revision, this is a
-        branch, a tag, or the first digits of a commit. Otherwise all revisions of the model are
-        returned. Raises HubFault if the cache has no such revision, or if several commits begin
-        with these digits."""
+        """The cached revisions that ``name`` refers to. If the name has a revision, only this
+        revision. If it has none, all revisions of the model. The revision in a name is a branch, a
+        tag, or the first digits of a commit. Raises HubFault if the model or the revision is not in
+        the cache, or if several commits begin with these digits."""
         found = [model for model in self.models if model.repository == name.repository]
         if name.revision:
             exact = [model for model in found if model.is_named(name)]
             found = exact or [m for m in found if m.commit.startswith(name.revision)]
         if not found or (name.revision and len(found) > 1):
-            what = "several commits like" if found else "no model"
+            what = "several commits that match" if found else "no model"
             raise HubFault(
                 f"the cache {self._folder} has {what} {name}; `tokenbus models` lists its models"
             )
         return found
 
     def remove(self, models: list[CachedModel]) -> int:
-        """Removes revisions of models; returns the number of freed bytes. Files that other
-        revisions share are kept."""
+        """Removes revisions of models; returns the number of freed bytes. Files that belong to
+        other revisions too are kept."""
         assert self._scanned is not None
         strategy = self._scanned.delete_revisions(*(model.commit for model in models))
         strategy.execute()

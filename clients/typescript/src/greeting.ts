@@ -1,7 +1,7 @@
 /**
- * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37). If a client without
- * a key connects to a broker that requires keys, the broker usually closes the connection before it
- * sends its mechanism. ZeroMQ then reports no reason.
+ * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37), the protocol of
+ * ZeroMQ connections. If a broker requires keys and a client has none, the broker usually closes
+ * the connection before it has sent its mechanism. ZeroMQ then does not report the mechanism.
  */
 
 import { connect } from "node:net";

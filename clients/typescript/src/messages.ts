@@ -120,8 +120,8 @@ export const RETRYABLE: ReadonlySet<string> = new Set<Code>([
 /**
  * `HELLO`: opens a session, or takes one over on a new connection.
  *
- * A client that does not send HELLO has an anonymous session in JSON, which ends with its
- * connection.
+ * A client that does not send HELLO has an anonymous session, whose encoding is JSON. The session
+ * ends with the client's connection.
  */
 export interface Hello {
   /** Default: [1]. */
@@ -132,14 +132,14 @@ export interface Hello {
    */
   readonly encodings?: readonly string[] | undefined;
   /**
-   * The token from an earlier `WELCOME`. The client takes over the session of this token, and must
-   * have the key with which the session began. At most 256 in length.
+   * The token from an earlier `WELCOME`. The client takes over the session of this token. It must
+   * connect with the same key as the client that began the session. At most 256 in length.
    */
   readonly session?: string | null | undefined;
   /**
-   * Begin a session with the token in `session`, unless the broker has a session with this token
-   * under any key. With this flag, the token is a secret of 32 hexadecimal digits that the client
-   * has chosen. Default: false.
+   * Begin a session with the token in `session`, which the client has chosen: a secret of 32
+   * hexadecimal digits. Has no effect if the broker already has a session with this token, under
+   * any key. Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
@@ -149,11 +149,11 @@ export interface Hello {
    */
   readonly elsewhere?: boolean | undefined;
   /**
-   * Seconds for which the session and its streams continue without a connection, for example while
-   * a program waits for the next input of a user who has left. The broker's setting `max_keep_s`
-   * bounds this time. The default is the broker's setting `session_grace_s`. Over a gateway, only
-   * an API key with its own tenant may set this field; otherwise it has no effect. At least 0.
-   * Default: 0.
+   * Minimum number of seconds for which the session and its streams continue without a connection,
+   * for example while a program waits for the next input of a user who has left. The broker's
+   * settings `session_grace_s` and `max_keep_s` are the lower and the upper bound of this time.
+   * Over a gateway, the field has no effect unless the client's API key has its own tenant. At
+   * least 0. Default: 0.
    */
   readonly keep_s?: number | undefined;
   /** Name and version of the program, for the operator. At most 256 in length. */
@@ -188,8 +188,8 @@ export interface Generate {
   /**
    * Minimum number of tokens to generate, at most `max_tokens`. Before this number is reached, end-
    * of-sequence tokens and token ids of `stop` are not sampled, and strings of `stop` do not end
-   * the sequence. A controller can end the sequence earlier: if its mask allows only tokens that
-   * would end the sequence, one of them is sampled. At least 0. Default: 0.
+   * the sequence. A controller can still end the sequence: if its mask allows only tokens that end
+   * the sequence, one of them is sampled. At least 0. Default: 0.
    */
   readonly min_tokens?: number | undefined;
   /**
@@ -215,8 +215,8 @@ export interface Generate {
    */
   readonly min_p?: number | undefined;
   /**
-   * Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL). More
-   * than 0. Default: 1.
+   * Divides the positive logits, and multiplies the negative logits, of tokens in the prompt or the
+   * output (CTRL). More than 0. Default: 1.
    */
   readonly repetition_penalty?: number | undefined;
   /** Subtracted once from the logits of tokens that were already generated. Default: 0. */
@@ -227,9 +227,9 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * Determines the random numbers, which do not depend on the batch. If the logits of two equal
-   * requests with the same seed have the same bits (`Span.exact`), both get the same tokens. If
-   * null, the seed is derived from the broker's number of the request. At least 0, at most
+   * Determines the random numbers, which do not depend on the batch. Two equal requests with the
+   * same seed get the same tokens if their logits have the same bits (`Span.exact`). If null, the
+   * seed is derived from the id that the broker assigns to the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -258,14 +258,14 @@ export interface Generate {
    */
   readonly stream_id: number;
   /**
-   * The name of the model; if empty, the default model. The default model is the one that all
-   * workers have as their default. If their defaults differ and the embedded model is one of them,
-   * the embedded model is the default model. At most 1024 in length.
+   * The name of the model; if empty, the default model. If all workers have the same default, it is
+   * the default model. If the defaults differ and one of them is the embedded model, the embedded
+   * model is the default model. At most 1024 in length.
    */
   readonly model?: string | undefined;
   /**
-   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each.
-   * Without a prompt and an attachment, the prompt consists of the buffers.
+   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each. If
+   * there is no attachment either, the prompt consists of the buffers.
    */
   readonly prompt?: readonly number[] | string | null | undefined;
   /** Buffers that precede the prompt, in order. */
@@ -276,20 +276,21 @@ export interface Generate {
    */
   readonly save?: string | null | undefined;
   /**
-   * Text mode: each entry with a token also has the text that the token completes. Default: false.
+   * Text mode: each entry with a token also has a text, which consists of the characters that the
+   * token completes. Default: false.
    */
   readonly text?: boolean | undefined;
   /**
-   * The controller: the tag or the id of a module, or the name of a built-in constraint or of
-   * another controller of the controller workers. The first characters of an id (at least 8) are
-   * sufficient. At most 256 in length.
+   * The controller: the tag or the id of a module, or the name of a built-in constraint, or the
+   * name of a Python controller that the operator serves. The first characters of an id (at least
+   * 8) are sufficient. At most 256 in length.
    */
   readonly controller?: string | null | undefined;
   /** The argument of the controller. A text is passed unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
    * Remove the last token of the prompt, and force the first sampled token to begin with the text
-   * of the removed token. The text of the stream begins after that text. Only possible without a
+   * of the removed token. The text of the stream does not repeat this text. Only possible without a
    * controller or with a built-in constraint. Default: false.
    */
   readonly heal_prompt?: boolean | undefined;
@@ -312,8 +313,8 @@ export interface Generate {
    */
   readonly group?: string | undefined;
   /**
-   * Whether TOKEN entries also have `allowed`, `cut`, `bias` and `round_us`, which describe the
-   * controller's masks, biases and rounds. Default: false.
+   * Whether TOKEN entries also have the fields `allowed`, `cut`, `bias` and `round_us`. They
+   * describe the controller's masks, biases and rounds. Default: false.
    */
   readonly inspect?: boolean | undefined;
   /**
@@ -378,14 +379,15 @@ export interface Attach {
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
   /**
-   * Number of times that the stream has moved to another worker, as far as the client knows: the
-   * last `moves` that the client has received for the stream. At least 0. Default: 0.
+   * The last `moves` that the client has received for the stream (in SYSTEM or MSG); 0 if it has
+   * not received any. At least 0. Default: 0.
    */
   readonly moves?: number | undefined;
 }
 
 /**
- * `INPUT`: a text for the program of a running stream of this session.
+ * `INPUT`: a text for the program of a running stream of this session. The program receives it with
+ * the call `receive`.
  *
  * The answer is `MSG {"input": …}` with the number of the input. An input without an answer is sent
  * again, with the same number; the program receives it once. The stream continues if the input is
@@ -400,8 +402,8 @@ export interface Input {
 }
 
 /**
- * `BUFFER`: store a part of prompts in the session under a name. Requests that use the part have
- * this name in `buffers`.
+ * `BUFFER`: store a part of prompts in the session under a name. A request uses the part if it has
+ * the name in `buffers`.
  *
  * The message has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these,
  * the buffer is deleted.
@@ -424,7 +426,8 @@ export interface ModelInfoRequest {
 /**
  * `TOKENIZER`: the tokenizer of a model; answered by `MSG {"tokenizer": …}`.
  *
- * The answer is `unsupported` if the model has no tokenizer in the form of the tokenizers library.
+ * If the model does not have a tokenizer in the form of the tokenizers library, the answer is the
+ * error `unsupported`.
  */
 export interface ModelTokenizerRequest {
   /** At least 0, at most 9223372036854775807. */
@@ -434,8 +437,8 @@ export interface ModelTokenizerRequest {
 }
 
 /**
- * `EMBED`: one vector for each input, from the states after a model's last layer; answered by `MSG
- * {"embedded": …}`.
+ * `EMBED`: one vector for each input, computed from the hidden states after the model's last layer.
+ * Answered by `MSG {"embedded": …}`.
  */
 export interface Embed {
   /** At least 0, at most 9223372036854775807. */
@@ -457,8 +460,8 @@ export interface Embed {
   /** The token ids of each input. At least 1, at most 256 in length. */
   readonly inputs: readonly (readonly number[])[];
   /**
-   * If null, the pooling that the checkpoint names (`1_Pooling/config.json`). If the checkpoint
-   * does not name a pooling, `mean` for an encoder, and `last` for a causal model.
+   * If null, the checkpoint determines the pooling (`1_Pooling/config.json`). If the checkpoint
+   * does not name a pooling, it is `mean` for an encoder, and `last` for a causal model.
    */
   readonly pooling?: "first" | "last" | "mean" | null | undefined;
 }
@@ -475,11 +478,12 @@ export interface StatusRequest {
   readonly streams?: boolean | undefined;
   /** List only the streams of this session, for every kind of client. Default: false. */
   readonly own?: boolean | undefined;
-  /** Include counters and histograms of the broker and of each worker. Default: false. */
+  /** Include the counters and histograms of the broker and of each worker. Default: false. */
   readonly metrics?: boolean | undefined;
   /**
-   * Names of tools to describe. The sender receives an error if its programs may not call one of
-   * these tools (`not_allowed`), or if no worker serves it (`no_worker`). At most 128 in length.
+   * Names of tools to describe. The answer is an error if the sender's programs may not call one of
+   * these tools (`not_allowed`), or if no worker serves one of them (`no_worker`). At most 128 in
+   * length.
    */
   readonly tools?: readonly string[] | undefined;
 }
@@ -497,8 +501,8 @@ export interface Upload {
   /** At least 1, at most 256 in length. */
   readonly tag?: string | null | undefined;
   /**
-   * The person or program that uploads the module, for display. A program that serves several users
-   * names the user here. At most 256 in length.
+   * The person or program that uploads the module, for display only. A program that serves several
+   * users names the user here. At most 256 in length.
    */
   readonly by?: string | undefined;
 }
@@ -550,10 +554,10 @@ export interface Delete {
  * `DRAIN`: make a worker leave. The worker is not assigned any further requests, and hands over its
  * streams if other workers can take them.
  *
- * The answer comes when the worker has left: `MSG` with `{"worker": name, "requests": number}` as
- * its result, with the number of requests that the worker had. Only the operator may send DRAIN: a
- * client with the operator's key, or, if the broker has no keys, a client on the broker's machine
- * that is not a gateway.
+ * When the worker has left, the answer is a `MSG` whose result is `{"worker": name, "requests":
+ * number}`. `requests` is the number of requests that the worker had when DRAIN arrived. Only the
+ * operator may send DRAIN. The operator is a client with the operator's key. If the broker has no
+ * keys, it is any client on the broker's machine except a gateway.
  */
 export interface DrainWorker {
   /** At least 0, at most 9223372036854775807. */
@@ -574,8 +578,9 @@ export interface PauseModel {
   /** The name of the model; if empty, the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
-   * `keep`: live streams stop between two steps and continue after RESUME. `wait`: the workers
-   * first complete the live streams. `abort`: live streams end as `cancelled`. Default: "keep".
+   * `keep`: live streams stop between two steps, and continue after RESUME. `wait`: the workers
+   * complete the live streams before the pause begins. `abort`: live streams end as `cancelled`.
+   * Default: "keep".
    */
   readonly mode?: "abort" | "keep" | "wait" | undefined;
 }
@@ -591,13 +596,13 @@ export interface ResumeModel {
 /**
  * `UPDATE_WEIGHTS`: the workers of a model replace the model's weights while streams run.
  *
- * The weights are in `folder`, or in one safetensors file with `size` and `sha256`. This file is in
- * the shared memory `shared` of the workers' machine or, without `shared`, arrives in the WEIGHTS
- * that follow this message.
+ * The weights are in `folder`, or in one safetensors file with `size` and `sha256`. If `shared` is
+ * given, the file is in this shared memory of the workers' machine. Otherwise the client sends it
+ * in WEIGHTS messages, which follow this message.
  *
- * Each worker first reads and checks the new weights. If all of these checks succeed, each worker
- * replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker has
- * changed its weights.
+ * Each worker first reads and checks the new weights. If the checks of all workers succeed, each
+ * worker replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker
+ * changes its weights.
  */
 export interface UpdateWeights {
   /** At least 0, at most 9223372036854775807. */
@@ -631,8 +636,8 @@ export interface UpdateWeights {
    */
   readonly mode?: "keep" | "recompute" | undefined;
   /**
-   * Seconds after which the broker gives up the update if a worker has not read the weights. More
-   * than 0, at most 86400. Default: 600.
+   * The broker gives up the update if a worker has not read the weights after this number of
+   * seconds. More than 0, at most 86400. Default: 600.
    */
   readonly timeout_s?: number | undefined;
 }
@@ -640,9 +645,9 @@ export interface UpdateWeights {
 /**
  * `WEIGHTS`: the next part of the file of an UPDATE_WEIGHTS. The bytes are attachment 0.
  *
- * The answer, a `MSG` with `{"sent": number}` as its result, comes when the broker has passed the
- * part to all workers that read the weights. `sent` is the number of bytes that were passed so far.
- * Only the operator may send WEIGHTS.
+ * When the broker has passed the part to all workers that read the weights, the answer is a `MSG`
+ * with the result `{"sent": number}`. `sent` is the number of bytes that were passed so far. Only
+ * the operator may send WEIGHTS.
  */
 export interface SendWeights {
   /** At least 0, at most 9223372036854775807. */
@@ -660,8 +665,8 @@ export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
   /**
-   * The last `Pong.position` that the client has received on this connection. The client has also
-   * received all messages before that PONG. At least 0. Default: 0.
+   * The last `Pong.position` that the client has received on this connection. By this, the client
+   * confirms that it has received all messages before that PONG. At least 0. Default: 0.
    */
   readonly ack?: number | undefined;
 }
@@ -670,8 +675,8 @@ export interface Ping {
 export interface Bye {
   /**
    * Whether only the connection ends, as if it had been lost. A session that began with `HELLO` can
-   * then be taken over, and an anonymous session ends. Programs that carry other clients'
-   * connections set this flag. Default: false.
+   * then be taken over, but an anonymous session ends. Programs that pass on the connections of
+   * other clients, such as gateways, set this flag. Default: false.
    */
   readonly keep?: boolean | undefined;
 }
@@ -743,13 +748,13 @@ export interface Welcome {
   readonly resumed: boolean;
   /**
    * The streams of a session that was taken over: the live streams, and the streams whose end the
-   * client has not acknowledged. If `recovering`, the streams that are known so far.
+   * client has not acknowledged. If `recovering` is true, workers may report more streams later.
    */
   readonly streams: readonly number[];
   /**
-   * Whether the broker was restarted and does not know the session yet. Workers may still report
-   * its streams: an `ATTACH` is answered when a worker reports the stream, or with `unknown_stream`
-   * when the time for reports is over. Buffers are lost.
+   * Whether the session comes from an earlier run of the broker, or from another broker, so that
+   * workers may still report its streams. An `ATTACH` is answered when a worker reports the stream,
+   * or with `unknown_stream` when the time for reports is over. Buffers are lost.
    */
   readonly recovering: boolean;
   readonly server: string;
@@ -757,9 +762,9 @@ export interface Welcome {
   /** Interval at which the client sends PING, in seconds. */
   readonly ping_s: number;
   /**
-   * Seconds without a message from the client after which the broker treats the connection as lost.
-   * The session and its streams end some time later, unless the client resumes the session. Applies
-   * to clients with the capability `ping`.
+   * If a client with the capability `ping` does not send a message for this number of seconds, the
+   * broker treats the connection as lost. The session and its streams end some time later, unless
+   * the client resumes the session.
    */
   readonly expiry_s: number;
   readonly max_body_bytes: number;
@@ -803,9 +808,9 @@ export interface Span {
    */
   readonly weights: string;
   /**
-   * The arithmetic of the forwards, such as `AVX512`, if the bits of a sequence's logits and log-
-   * probabilities do not depend on the batch; otherwise empty. If this field is not empty, equal
-   * sequences get equal bits in spans with equal fields.
+   * The arithmetic of the forwards, such as `AVX512`, if the bits of logits and log-probabilities
+   * do not depend on the batch; otherwise empty. If two spans have equal fields, and this field is
+   * not empty, equal sequences have equal bits in both.
    */
   readonly exact: string;
   /**
@@ -831,17 +836,20 @@ export function readSpan(sent: Sent<Span, "exact" | "version" | "kept_cache">): 
 }
 
 /**
- * The distribution that a token was sampled from, for a controller whose `Query` asked for it.
+ * The distribution that a token was sampled from: the answer to a controller's `Query`.
  *
  * All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
  * Log-probabilities are natural; minus infinity is sent as the lowest float32.
  */
 export interface Distribution {
-  /** Log-probability of the sampled token; 0 if no token was sampled. */
+  /**
+   * Log-probability of the sampled token; 0 if the controller only read the distribution (the
+   * action `look`).
+   */
   readonly logprob: number;
   /**
-   * Rank of the sampled token: 1 plus the number of more likely tokens. 0 if the controller only
-   * read the distribution (the action `look`), so that no token was sampled.
+   * Rank of the sampled token: 1 plus the number of more likely tokens; 0 if the controller only
+   * read the distribution.
    */
   readonly rank: number;
   /** Entropy of the distribution in nats. */
@@ -866,7 +874,7 @@ export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Di
 /**
  * An entry of `TOKEN`, whose body is a list of entries, or columns (`columns.py`).
  *
- * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
+ * The first four fields, and `top_logprobs` of a GENERATE, are LMTP's. They are always present.
  */
 export interface Token {
   /** The id of the token; null if the entry does not have a token, but only other information. */
@@ -876,20 +884,20 @@ export interface Token {
   readonly logprob: number | null;
   readonly finish_reason: "cancelled" | "controller" | "error" | "length" | "stop" | "timeout" | null;
   /**
-   * Log-probabilities of the most likely tokens and of this token, by id. The answer to a SCORE has
-   * them only if the SCORE asks for them.
+   * Log-probabilities of the most likely tokens and of this token, by id. Entries of a SCORE have
+   * them only if the SCORE requests them.
    */
   readonly top_logprobs?: Readonly<Record<string, number>>;
   /**
    * With `processed_logprobs`: the natural log-probability under the distribution that the token
-   * was drawn from (after bias, penalties, mask and temperature, among the candidates that `top_k`,
-   * `top_p` and `min_p` left). 0 for a greedy token.
+   * was drawn from, after bias, penalties, mask, temperature, `top_k`, `top_p` and `min_p`. 0 for a
+   * greedy token.
    */
   readonly processed?: number;
   /**
-   * With `Sampling.kept`: the ids of the candidates that the token was drawn from, ascending. If
-   * all tokens of the vocabulary, or more than `MAX_KEPT` tokens, were candidates, this is the
-   * number of candidates.
+   * With `Sampling.kept`: the ids of the candidates that the token was drawn from, in ascending
+   * order. If all tokens of the vocabulary, or more than `MAX_KEPT` tokens, were candidates, this
+   * is their number.
    */
   readonly kept?: number | readonly number[];
   /** Position of the token in its sequence, counted from the first generated or scored token. */
@@ -936,10 +944,9 @@ export interface Token {
    */
   readonly span: Span | null;
   /**
-   * In the last entry of a sequence: whether each step of its stream so far was exact with the same
-   * arithmetic (`Span.exact`), including the steps at earlier workers of the stream. The bits of
-   * the sequence's logits and log-probabilities then do not depend on batches, chunks, drafts,
-   * forks and moves.
+   * In the last entry of a sequence: whether each step of its stream so far, also at earlier
+   * workers, was exact with the same arithmetic (`Span.exact`). If so, the bits of the sequence's
+   * logits and log-probabilities do not depend on batches, chunks, drafts, forks and moves.
    */
   readonly exact: boolean | null;
   /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
@@ -950,7 +957,7 @@ export interface Token {
   readonly constraint: "closed" | "complete" | "cut" | null;
   /**
    * `inspect`: how many tokens the mask and the controller's bias allowed at this position; absent
-   * without a mask and a bias.
+   * if the controller gave neither.
    */
   readonly allowed?: number;
   /** `inspect`: the most likely tokens that the mask and the bias forbade, the likeliest first. */
@@ -963,8 +970,8 @@ export interface Token {
    */
   readonly bias: Readonly<Record<string, number>>;
   /**
-   * The answer to the controller's `Query` about this token, for replays of the controller. An
-   * entry without a token answers the action `look`.
+   * The answer to the controller's `Query` about this token. It is in the stream for replays of the
+   * controller. In an entry without a token, it answers the action `look`.
    */
   readonly distribution: Distribution | null;
   /**
@@ -974,7 +981,7 @@ export interface Token {
   readonly wakes: number;
   /**
    * The scores of the texts that the program of the stream has scored as continuations of the
-   * sequence, for replays of the controller.
+   * sequence. They are in the stream for replays of the controller.
    */
   readonly scores: readonly (readonly number[])[];
 }
@@ -1049,7 +1056,7 @@ export function readToken(
 
 /**
  * How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
- * worker measured the loss on a text of its own when it loaded the model.
+ * worker measured the loss on a fixed text when it loaded the model.
  */
 export interface Quantized {
   /** `int8` or `int4`. */
@@ -1057,8 +1064,8 @@ export interface Quantized {
   /** The memory that the weights no longer take, in bytes. */
   readonly saved_bytes: number;
   /**
-   * The mean Kullback-Leibler divergence of the next token's distribution from the distribution
-   * before the quantization, in nats.
+   * The mean Kullback-Leibler divergence between the distributions of the next token before and
+   * after the quantization, in nats.
    */
   readonly divergence: number;
   /** The perplexity of the text. */
@@ -1088,7 +1095,7 @@ export interface ForwardPath {
   /** Number of batch sizes that have a CUDA graph. */
   readonly graphs: number;
   /**
-   * The fast paths that the device supports and the worker does not use, each with the reason;
+   * The fast paths that the device supports but the worker does not use, each with the reason;
    * empty on a CPU.
    */
   readonly fallbacks: readonly string[];
@@ -1141,8 +1148,8 @@ export interface ModelInfo {
   readonly context_length: number;
   readonly eos_token_ids: readonly number[];
   /**
-   * SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints convert a text to the
-   * same tokens.
+   * SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints tokenize a text in
+   * the same way.
    */
   readonly fingerprint: string;
   readonly architecture: string;
@@ -1150,8 +1157,8 @@ export interface ModelInfo {
   readonly dtype: string;
   readonly device: string;
   /**
-   * The version of the sampling algorithm. Workers with different versions draw different tokens
-   * from equal seeds.
+   * The version of the sampling algorithm. Workers with different versions may draw different
+   * tokens from equal seeds.
    */
   readonly sampling: number;
   readonly path: ForwardPath;
@@ -1193,8 +1200,8 @@ export function readModelInfo(
 }
 
 /**
- * Observations by size: `counts[i]` is the number of values above `bounds[i - 1]` and up to
- * `bounds[i]`. The last count is the number of values above all bounds.
+ * Numbers of observed values by size. `counts[i]` is the number of values above `bounds[i - 1]` and
+ * up to `bounds[i]`. The last count is the number of values above all bounds.
  */
 export interface Histogram {
   readonly bounds: readonly number[];
@@ -1213,7 +1220,8 @@ export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
 }
 
 /**
- * A named number or histogram with labels. `value` has no meaning if the series has a histogram.
+ * A number or a histogram, with a name and labels. `value` has no meaning if the series has a
+ * histogram.
  */
 export interface Series {
   readonly name: string;
@@ -1301,7 +1309,7 @@ export interface StreamStatus {
   readonly state: "running" | "waiting";
   /** Seconds since the request arrived. */
   readonly age_s: number;
-  /** The name of the client's program, from its `HELLO`. */
+  /** The name of the client's program (`Hello.client`). */
   readonly client: string;
   readonly model: string;
   readonly worker: string;
@@ -1340,7 +1348,7 @@ export function readStreamStatus(
 export interface Tool {
   readonly name: string;
   readonly description: string;
-  /** The JSON schema of the function's arguments, which are the members of an object. */
+  /** The JSON schema of the function's arguments. The arguments are an object. */
   readonly parameters: Readonly<Record<string, Json>>;
   /** Maximum time from the arrival of a call to its answer, in seconds. */
   readonly timeout_s: number;
@@ -1465,7 +1473,7 @@ export interface InputAnswer {
   readonly code: string | null;
   readonly message: string;
   /**
-   * Seconds to wait before the client sends a refused input again; null if the input would be
+   * Seconds to wait before the client sends the refused input again. null if the input would be
    * refused again.
    */
   readonly retry_after_s: number | null;
@@ -1496,8 +1504,8 @@ export interface Msg {
   /**
    * Answers an `ATTACH`: the number of the first entry that follows, usually `received`. It is 0 if
    * the valid copy of the stream is not the copy from which the client has received entries. The
-   * client then discards the entries that it has, by their sequences: the order of sequences may
-   * differ.
+   * two copies may order the entries of different sequences differently. So the client then
+   * discards, for each sequence, as many entries as it has already received.
    */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
@@ -1581,9 +1589,9 @@ export interface ErrorMessage {
   readonly code: string;
   readonly message: string;
   /**
-   * The stream that was ended; null if the error does not concern a stream, or if the message's
-   * `stream_id` could not be read. With `duplicate_stream`, the new request was ended, and the
-   * earlier stream of this id continues.
+   * The stream that this error ends. null if the error does not concern a stream, or if the
+   * message's `stream_id` could not be read. With `duplicate_stream`, only the new request ends,
+   * and the earlier stream with this id continues.
    */
   readonly stream_id: number | null;
   /** The path of the invalid field, such as `$.max_tokens`. */
@@ -1624,7 +1632,7 @@ export interface Pong {
   readonly session: boolean;
   /**
    * For a client with the capability `ack`: the number of ends of requests that were sent on this
-   * connection.
+   * connection so far.
    */
   readonly position: number;
 }
@@ -1643,8 +1651,8 @@ export interface Tagged {
   /** When the tag was last assigned, in seconds since 1970. */
   readonly at: number;
   /**
-   * The name of the user who assigned the tag (`by` of the request), or else of the tenant; empty
-   * if neither has a name.
+   * The name of the user who assigned the tag (`by` of the request), or else the name of the
+   * tenant; empty if neither has a name.
    */
   readonly by: string;
 }
@@ -1666,7 +1674,7 @@ export interface StoredModule {
   readonly size: number;
   /** When the module was uploaded, in seconds since 1970. */
   readonly uploaded: number;
-  /** The interface that the module implements, `native` or `aici`; for a script, its language. */
+  /** The interface that the module implements: `native` or `aici`. For a script: its language. */
   readonly abi: string;
   /** Whether the sequences that the module steers may fork. */
   readonly forks: boolean;

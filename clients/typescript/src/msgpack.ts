@@ -1,6 +1,6 @@
 /**
- * Decodes MessagePack. The decoder is part of this package, because a page imports the package without
- * a bundler and without other packages.
+ * Decodes MessagePack. This package has its own decoder, so that a web page can import the package
+ * without a bundler and without other packages.
  *
  * Bytes become a `Uint8Array` that shares the message's memory, and integers of 64 bits become
  * numbers. Extension types are refused. Source: the specification of MessagePack.
@@ -19,7 +19,9 @@ export function unpackAll(bytes: Uint8Array): unknown[] {
 
 /** Maximum nesting of maps and lists. */
 const DEEPEST = 200;
-/** Maximum length of a text, in bytes, for which reading byte by byte is faster than TextDecoder. */
+/**
+ * Up to this number of bytes, a text is read byte by byte, because this is faster than TextDecoder.
+ */
 const SHORT = 24;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });

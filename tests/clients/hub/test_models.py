@@ -123,7 +123,7 @@ def test_a_beginning_of_several_commits_is_refused(
         repository.commits[f"{number:0>40}"] = FILES
         assert main(["pull", f"{NAME}@{number:0>40}"]) == OK
     assert main(["rm", f"{NAME}@000", *away]) == REFUSED
-    assert "has several commits like org/tiny@000" in capsys.readouterr().err
+    assert "has several commits that match org/tiny@000" in capsys.readouterr().err
 
 
 def test_a_system_starts_only_with_a_revision_that_was_pulled(hub: HubServer, cache: Path) -> None:

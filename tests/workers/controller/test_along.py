@@ -142,4 +142,4 @@ def test_a_controller_that_decides_otherwise_than_its_copy_fails() -> None:
     assert len(group.step([10], DRAFT).along) == 4
     result = group.step(DRAFT)
     assert result.action == "error"
-    assert "after token 11 of a draft it did not sample, as its copy did" in (result.error or "")
+    assert "after token 11 of a draft, the controller did not sample" in (result.error or "")

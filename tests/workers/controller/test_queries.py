@@ -132,14 +132,14 @@ def test_overrides_are_sent_with_their_decision_only() -> None:
 @pytest.mark.parametrize(
     ("query", "error"),
     [
-        (5, "its query is 5; expected Query(top, tokens)"),
-        (Query(top=65), "top of its query is 65; expected a whole number, 0 to 64"),
-        (Query(top=-1), "top of its query is -1"),
-        (Query(top=1.5), "top of its query is 1.5"),  # type: ignore[arg-type]
-        (Query(tokens=[SIZE]), f"a token of its query is {SIZE}; expected a whole number"),
-        (Query(tokens=[-1]), "a token of its query is -1"),
-        (Query(tokens=7), "the tokens of its query are 7"),  # type: ignore[arg-type]
-        (Query(tokens=list(range(257))), "its query has 257 tokens; at most 256 are allowed"),
+        (5, "the query is 5; expected Query(top, tokens)"),
+        (Query(top=65), "top of the query is 65; expected a whole number, 0 to 64"),
+        (Query(top=-1), "top of the query is -1"),
+        (Query(top=1.5), "top of the query is 1.5"),  # type: ignore[arg-type]
+        (Query(tokens=[SIZE]), f"a token of the query is {SIZE}; expected a whole number"),
+        (Query(tokens=[-1]), "a token of the query is -1"),
+        (Query(tokens=7), "the tokens of the query are 7"),  # type: ignore[arg-type]
+        (Query(tokens=list(range(257))), "the query has 257 tokens; at most 256 are allowed"),
     ],
 )
 def test_a_wrong_query_ends_the_sequence_with_an_error_that_names_it(
@@ -154,14 +154,14 @@ def test_a_wrong_query_ends_the_sequence_with_an_error_that_names_it(
     ("override", "error"),
     [
         ({"temperature": 1}, "expected Override(temperature, top_p, seed)"),
-        (Override(temperature=-1.0), "the temperature of its override is -1.0"),
-        (Override(temperature=NAN), "the temperature of its override is nan"),
-        (Override(temperature=INF), "the temperature of its override is inf"),
+        (Override(temperature=-1.0), "the temperature of the override is -1.0"),
+        (Override(temperature=NAN), "the temperature of the override is nan"),
+        (Override(temperature=INF), "the temperature of the override is inf"),
         (Override(temperature="hot"), "'hot'; expected a number"),  # type: ignore[arg-type]
-        (Override(top_p=0.0), "the top_p of its override is 0.0"),
-        (Override(top_p=1.5), "the top_p of its override is 1.5"),
-        (Override(seed=-1), "the seed of its override is -1"),
-        (Override(seed=2**63), "the seed of its override is"),
+        (Override(top_p=0.0), "the top_p of the override is 0.0"),
+        (Override(top_p=1.5), "the top_p of the override is 1.5"),
+        (Override(seed=-1), "the seed of the override is -1"),
+        (Override(seed=2**63), "the seed of the override is"),
     ],
 )
 def test_a_wrong_override_ends_the_sequence_with_an_error_that_names_it(

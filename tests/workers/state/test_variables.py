@@ -224,7 +224,7 @@ def test_a_request_whose_answers_fill_its_quota_is_refused_for_good(
     answer = do("get", "x")
     while answer.error is None:
         answer = do("get", "x")
-    assert "it can do no more operations" in answer.error
+    assert "the request cannot do more operations" in answer.error
     assert storage.bytes <= 8 * MIB
     again = Variable(1, answer.lineage, answer.count, "get", "x")
     assert storage.apply(again) == answer

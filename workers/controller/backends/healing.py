@@ -1,10 +1,10 @@
 """Token healing: the last token of a prompt is removed, and the first sampled token must begin with
 the removed token's text.
 
-A prompt that ends in the middle of a word ends in tokens that a tokenizer would not produce for the
-whole word. After healing, the model can sample the token that a tokenizer would produce. The
-constrained text begins with that part of the sampled token's text that follows the removed text.
-Source: guidance's token healing; here exactly one token is removed.
+If a prompt ends in the middle of a word, its last tokens differ from the tokens of the whole word.
+After healing, the model can sample the token of the whole word. The first part of this token's text
+is the removed text, which belongs to the prompt. The constrained text begins after the removed
+text. The method is guidance's token healing, but here exactly one token is removed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum number of candidates for the first token that are tried in a copy of the constraint's
-controller. A candidate has to be tried only if its text after the removed text is not a single
-token. After this number of candidates, further candidates of this kind are forbidden."""
+"""The *rest* of a candidate for the first token is its text after the removed text. If the rest is
+a single token, the constraint's mask decides whether the candidate is allowed. If the rest is not a
+single token, the candidate is tried in a copy of the constraint's controller. If the constraint has
+returned a mask, at most this number of candidates is tried. Further candidates that would have to
+be tried are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -55,8 +57,8 @@ class HealingProgram:
         made.close()
         raise RequestError(
             Code.INVALID_FIELD,
-            "heal_prompt is set, but the controller is not a built-in constraint; it must be one, "
-            "or the request must have no controller",
+            "heal_prompt is set, but the controller is not a built-in constraint; use a built-in "
+            "constraint, or send the request without a controller",
             path="$.heal_prompt",
         )
 
@@ -79,8 +81,8 @@ class HealingController:
         self._after = 0
         """Number of the sequence's tokens after the first sampled token."""
         self._given: Answer | None = None
-        """The constraint's last answer if it is a splice that drops tokens of ``_rest``; otherwise
-        None."""
+        """The constraint's last answer, if this answer is a splice that drops tokens of ``_rest``.
+        None for any other answer."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Passes the prompt to the constraint."""
@@ -119,8 +121,8 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The sequence has used one token of ``max_tokens``, but the constraint will count the
-            # tokens of the rest, so its own ``max_tokens`` is adapted.
+            # The sequence has used one token of ``max_tokens``. The constraint counts the tokens of
+            # ``_rest`` instead of this token, so it gets a different ``max_tokens``.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -183,7 +185,7 @@ class HealingController:
         table = _table(self._host.vocabulary)  # type: ignore[arg-type]
         every = int.from_bytes(table.all_text, "little")
         if answer.masked and int.from_bytes(mask, "little") & every == every:
-            # If every token may begin the constrained text, any text may begin it.
+            # The constrained text may begin with any token, and so with any text.
             answer = CONTINUE
         tried = 0
         for place in table.beginning_with(self._prefix):

@@ -18,9 +18,9 @@ def before_end(tokens: Sequence[int], vocabulary: Vocabulary) -> Sequence[int]:
 def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> list[int] | None:
     """Tokens for the text before the first occurrence of ``stop``, which may begin inside a token.
 
-    The text before ``stop`` is tokenized again, so the result may have other tokens than ``text``.
-    None if the text does not contain ``stop``, or if the vocabulary cannot write the text before
-    ``stop``.
+    The text before ``stop`` is tokenized again, so the result may differ from the first tokens of
+    ``text``. None if the text does not contain ``stop``, or if the vocabulary cannot write the text
+    before ``stop``.
     """
     before, found, _ = b"".join(map(vocabulary.token, text)).partition(stop)
     try:

@@ -22,8 +22,8 @@ class ProcessBatch:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Runs the round of each turn (a sequence and its sampled token). Returns for each turn
-        whether its round was usual (``interface.Batch``). The rounds that were not usual have run
-        too, and their controllers have stored the answers."""
+        whether its round was usual (``interface.Batch``). The other rounds have run too. Their
+        controllers have stored the answers."""
         row = len(masks[0])
         # The answer of an item may have a bias, with 32 bits for each bit of the mask, and a log.
         answer = 32 * row + ITEM_BYTES

@@ -2,12 +2,13 @@
 memory and two eventfds.
 
 The shared memory has an area for each direction, with room for one part of a message. A message
-that is larger than the area is sent in several parts, and the receiver acknowledges each part
-except the last. Masks have a separate area, which only the guest process writes. The worker copies
-each part before it decodes the part, because the process may change the shared memory at any time.
+that is larger than the area is sent in several parts. The receiver acknowledges each part except
+the last. Masks have a separate area, to which only the guest process writes. The worker copies each
+part before it decodes the part, because the process may change the shared memory at any time.
 
-A *request* is here a message of the worker that the process answers. A batch is a request with
-several *items*, each of which is the round of one controller (``messages.py``).
+In this folder, a *request* is a message of the worker that the process answers. It is not a
+client's request. A batch is a request with several *items* (``messages.py``). Each item is a round
+of one controller.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MASK_BYTES = 2 * 1024 * 1024
 (``batches.py``), or one mask and a bias. Pages that were never written do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
-"""If a part of a request or of an answer has more than this number of bytes, the memory of both
+"""If any part of a request or of its answer has more than this number of bytes, the memory of both
 areas is freed after the request."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message to the guest process. A compiled module has up to 256 MiB."""
@@ -37,9 +38,8 @@ that their answers fit."""
 MAX_REASON = 4096
 """Maximum bytes of the error that a failing process sends, and that the worker logs."""
 CLOSED_MS = 1000
-"""Interval, in milliseconds, at which a waiting thread of the worker checks whether the channel is
-closed. The eventfd alone is not sufficient, because a compromised process may consume the notice
-that ``close`` has written."""
+"""Interval in milliseconds at which a waiting thread of the worker checks whether the channel is
+closed. ``close`` also notifies the eventfd, but a compromised process may consume this notice."""
 QUICK_MS = 1
 """Milliseconds that a thread of the worker waits for an answer before it frees its slot in the
 thread pool (``pool.py``)."""
@@ -140,7 +140,7 @@ class Channel:
         self._largest = max(self._largest, size)
         total = before + size
         if size > AREA_BYTES or total > self._max_received:
-            raise ChannelClosed(f"a part of a message has {size} bytes, and all have {total}")
+            raise ChannelClosed(f"a part of a message has {size} bytes, all parts {total}")
         return bytes(self._in[:size]), bool(more)
 
     def receive_rest(self, part: bytes) -> bytes:
@@ -157,8 +157,8 @@ class Channel:
 
     @property
     def current(self) -> int:
-        """The number of the request's item that the process is running. A compromised process may
-        set any number."""
+        """The number of the item that the process is running. A compromised process may set any
+        number."""
         return int.from_bytes(self._head[_CURRENT_AT : _CURRENT_AT + 4], "little")
 
     @current.setter
@@ -167,8 +167,8 @@ class Channel:
 
     def shrink(self, *, masks: bool) -> None:
         """Called by the worker after a request. If ``masks`` is true, frees the memory of both
-        areas and of the masks. Otherwise frees only the memory of both areas, and only if a part
-        was large. Freed memory reads as zeros."""
+        areas and of the masks. If ``masks`` is false, frees the memory of both areas if a part was
+        large, and keeps the memory of the masks. Freed memory reads as zeros."""
         if masks:
             self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
         elif self._largest > KEPT_BYTES:
@@ -206,8 +206,8 @@ class Channel:
             pass  # The counter is full, so the reader was notified before.
 
     def _arrives(self, wait_ms: int | None) -> bool:
-        """Waits up to ``wait_ms`` for a notice of the other side, or without a bound if it is None.
-        Returns whether a notice has arrived, and consumes it."""
+        """Waits up to ``wait_ms`` for a notice of the other side. If ``wait_ms`` is None, the wait
+        has no bound. Returns whether a notice has arrived, and consumes it."""
         self._poll.poll(wait_ms)
         if self._closed:
             raise ChannelClosed("the process has ended")
@@ -220,6 +220,6 @@ class Channel:
 
 def _seal(memory: int) -> None:
     """Fixes the size of the memory. If a guest process could shrink the memory, SIGBUS would end
-    the worker when it reads the removed part."""
+    the worker when the worker reads the removed part."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

@@ -1,8 +1,8 @@
-"""The code of a guest process, which runs the calls that the worker sends over channels for one
-tenant.
+"""The code of a guest process. The process runs calls of one tenant's guests, which the worker
+sends over channels.
 
-Each channel has a thread. The main thread receives the descriptors of new channels, and ends the
-process when the worker closes the control socket.
+Each channel has a thread. The main thread receives the descriptors of new channels over the
+*control socket*. When the worker closes this socket, the main thread ends the process.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from .messages import (
 )
 
 GRANT_BYTES = 4 * 1024 * 1024
-"""Minimum bytes of memory that the process requests at a time from its tenant's share, unless the
-worker refuses this number."""
+"""The process requests memory from its tenant's share in grants of at least this number of bytes.
+If the worker refuses such a grant, the process requests only the bytes that it needs."""
 SHARED_BIAS_BYTES = 4096
-"""A bias with at least this number of bytes is sent in shared memory if there is room, and
-otherwise in the message."""
+"""A bias with at least this number of bytes is sent in shared memory if there is room. If there is
+no room, or if the bias is smaller, it is sent in the message."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
 """If a round takes longer than this time, in seconds, the controller's next round gets a separate
@@ -66,7 +66,7 @@ thread."""
 class _ThisThread(threading.local):
     channel: Channel
     handle: int
-    """The handle of the controller whose call this thread runs."""
+    """The handle (number) of the controller whose call this thread runs."""
 
 
 _this_thread = _ThisThread()
@@ -110,13 +110,14 @@ class _Variables:
         return _stored(_ask("await_write", name, number=version))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only if the variable has this version."""
+        """Writes a variable. If ``when_version_is`` is given, writes only if the variable has this
+        version."""
         told = _ask("set", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable; with ``when_version_is``, only if the variable has this
-        version."""
+        """Appends to a variable. If ``when_version_is`` is given, appends only if the variable has
+        this version."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
@@ -196,7 +197,7 @@ def _granted(missing: int) -> int:
 
 @dataclass(slots=True)
 class _Seated:
-    """A controller with its host and its log."""
+    """A controller of this process, with its host and its log."""
 
     controller: Controller
     host: Host
@@ -218,7 +219,7 @@ class GuestProcess:
         self._seated: dict[int, _Seated] = {}
 
     def serve(self, channel: Channel) -> None:
-        """Handles the requests of a channel until it is closed."""
+        """Handles the requests of a channel until the channel is closed."""
         _this_thread.channel = channel
         while True:
             request = messages.decode_to_guest(channel.receive())
@@ -349,8 +350,8 @@ def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
 def _run(
     seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
 ) -> None:
-    """Makes the calls of an item one after another. Stops after a call that does not return
-    CONTINUE. ``rooms``: the shared memory for the mask, and for a large bias."""
+    """Makes the calls of an item one after another. A call that does not return CONTINUE is the
+    last one. ``rooms``: the shared memory for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
         seated.host.give(item.distributions, item.scores, item.refusal, item.logprobs)
@@ -366,7 +367,7 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     controller = seated.controller
     answer = controller.pre_process()
     pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
-    if answer.action is not Action.CONTINUE:  # A script may have chosen these values.
+    if answer.action is not Action.CONTINUE:  # A script may have passed values that are not valid.
         messages.encode_checked(pre)
     outcome.pre = pre
     alone = answer.action is Action.FORK and answer.count == 1

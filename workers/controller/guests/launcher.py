@@ -1,4 +1,5 @@
-"""Starts the zygote, the parent of the guest processes, and requests guest processes from it."""
+"""Starts the *zygote*, the parent of the guest processes, and requests guest processes from the
+zygote."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ class Launcher:
         return self._names
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that the processes lack, with the reasons."""
+        """The layers of isolation that the processes do not have, with the reasons."""
         self._loaded.wait()
         return self._missing
 
@@ -121,7 +122,7 @@ class Launcher:
             self._spawning[number] = spawning
         with theirs:
             self._command(("spawn", number, vocabulary), [theirs.fileno()])
-        # Nothing sets ``ready`` if the zygote ended before the request was in ``_spawning``. So
+        # If the zygote ended before the request was in ``_spawning``, ``ready`` is never set. So
         # ``alive`` is checked first.
         arrived = self.alive and spawning.ready.wait(SPAWN_S)
         with self._lock:

@@ -20,7 +20,7 @@ from ..wasm.compiled_modules import Abi
 
 Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
-"""Seconds of CPU time, which count towards the tenant's share of the pool of threads."""
+"""CPU time in seconds. It counts towards the tenant's share of the thread pool."""
 MAX_ITEMS = 65_536
 MAX_TOKENS = 524_288
 """Maximum tokens of an answer. The sandbox in the process has a lower limit on the tokens that a
@@ -49,7 +49,7 @@ class Message(Struct, array_like=True, tag=str.lower):
 
 
 class OfController(Message):
-    """A message about the controller ``handle``."""
+    """A message about a controller. ``handle`` is the number of the controller in its process."""
 
     handle: int
 
@@ -66,7 +66,7 @@ class Load(Message):
 
 
 class Begin(OfController):
-    """Creates the controller ``handle`` of a module."""
+    """Creates a controller of a module, with the number ``handle``."""
 
     module: str
     host: HostSpec
@@ -93,8 +93,8 @@ class Item(Struct, array_like=True):
     scores: Scores = []
     """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
     refusal: str = ""
-    """The reason why a context or a constraint was refused, as in ``Host.refusal``; otherwise
-    empty."""
+    """The reason why a context or a constraint was refused, as in ``Host.refusal``. Empty if
+    nothing was refused."""
     logprobs: list[float | None] = []
     """The log-probabilities of the tokens, as in ``Host.logprobs``."""
 
@@ -168,8 +168,8 @@ class PreAnswer(Struct, array_like=True):
 
 
 class MidAnswer(Struct, array_like=True):
-    """The answer of mid_process. The mask is in the shared memory of the channel; its position is
-    the number of the item in the request."""
+    """The answer of mid_process. The mask is in the shared memory of the channel. The number of the
+    item in the request is the mask's position in this memory."""
 
     action: int
     backtrack: Count = 0
@@ -180,24 +180,24 @@ class MidAnswer(Struct, array_like=True):
     bias."""
     bias: bytes = b""
     shared: Count = 0
-    """Bytes of the bias if it is in shared memory, after the mask of the first item; 0 if it is in
-    ``bias``."""
+    """Number of bytes of the bias in shared memory, where the bias follows the mask of the first
+    item. 0 if the bias is in the field ``bias``."""
     query: Query | None = None
     override: Override | None = None
     complete: bool = False
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
     name: str = ""
-    """The name of a context. The worker checks its length, so that the script receives an error if
-    the name is too long."""
+    """The name of a context. The guest process does not check the length of the name. The worker
+    checks it, and sends the script an error if the name is too long."""
     pin_s: float = 0.0
     logprobs: bool = False
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
-    """The results of the calls of one controller. The field of a call that was not made, or that
-    failed, is None. ``fault`` is the error of the failed call. The failed call is the call after
-    the last answer.
+    """The results of the calls of one controller. The field of a call is None if the call was not
+    made or has failed. If a call has failed, it is the call after the last answer, and ``fault`` is
+    its error.
     """
 
     post: int | None = None
@@ -213,8 +213,8 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
 
 
 class Done(Message):
-    """The answer to a request. An item is None if its round was usual: the controller accepted the
-    tokens, wrote only a mask, and logged nothing."""
+    """The answer to a request. The outcome of an item is None if the item's round was *usual*: the
+    controller accepted the tokens, wrote only a mask, and logged nothing."""
 
     items: Annotated[list[Outcome | None], Meta(max_length=MAX_ITEMS)]
     cpu_s: Seconds = 0.0
@@ -237,11 +237,11 @@ Question = Literal[
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``get``, ``await_write``, ``set`` and ``append`` concern the variable ``name``; ``number`` is
-    the awaited version, or the version that a write expects. ``receive`` requests the next input,
-    and ``send`` sends the text ``value`` to the client. ``call`` calls the tool ``name``.
-    ``memory`` requests ``number`` bytes. ``next_tokens`` concerns the constraint ``name``;
-    ``value`` is a ``ConstrainedText``.
+    ``get``, ``await_write``, ``set`` and ``append`` read or write the variable ``name``. ``number``
+    is the awaited version, or the version that a write expects. ``receive`` requests the next
+    input. ``send`` sends the text ``value`` to the client. ``call`` calls the tool ``name``.
+    ``memory`` requests ``number`` bytes. ``next_tokens`` requests the tokens that the constraint
+    ``name`` allows after a text, and ``value`` is a ``ConstrainedText``.
     """
 
     handle: int
@@ -261,9 +261,8 @@ _decoders = {kind: msgpack_decoder(kind).decode for kind in (PreAnswer, MidAnswe
 
 
 def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:
-    """Encodes a message of a guest process. Raises ControllerError if the worker would refuse the
-    message, because a script has passed a value of a wrong type or out of range. The worker kills a
-    process that sends such a message."""
+    """Encodes a message of a guest process. Raises ControllerError if a script has passed a value
+    of a wrong type or out of range. The worker would kill the process if it sent such a message."""
     try:
         data = encode(message)
         _decoders[type(message)](data)

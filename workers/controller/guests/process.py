@@ -1,5 +1,6 @@
-"""The worker's side of a guest process: its channels, its requests, and the watchdog, which kills
-the process if a call takes too long."""
+"""The worker's side of a guest process: the channels of the process, the requests to it, and the
+watchdog. The watchdog kills the process if a call takes too long. A *question* is a guest's request
+to the worker during a call."""
 
 from __future__ import annotations
 
@@ -38,22 +39,22 @@ MAX_CHANNELS = 300
 """Maximum number of simultaneous requests to a process. The number is above ``pool.MAX_WAITING``,
 because each waiting job of a pool may have a request."""
 MAX_WARM = 4
-"""If a process has at least this number of free channels, the memory of a further channel is freed
-after its request."""
+"""Number of free channels of a process that keep their memory. If a process has more free channels,
+the memory of the others is freed after their requests."""
 MAX_QUESTIONS = 10_000
 """Maximum questions of a guest in one call."""
 MIN_QUESTIONS = 100
-"""Number of questions that a call may ask in addition to its time limit divided by ``QUESTION_S``.
-The sandbox also counts ``QUESTION_S`` for each question, so only a compromised process asks more
-questions."""
+"""A call may ask one question for each ``QUESTION_S`` of its time limit, and in addition this
+number of questions. The sandbox counts ``QUESTION_S`` of CPU time for each question, so only a
+compromised process asks more questions."""
 GRACE_S = 1.0
-"""Seconds of CPU time by which a call may exceed its limit before its process is killed. The
-sandbox in the process stops a guest at its limit, so only code that the sandbox cannot stop runs
+"""CPU time in seconds by which a call may exceed its limit before its process is killed. The
+sandbox in the process stops a guest at the limit, so only code that the sandbox cannot stop runs
 longer."""
 EXCESS_S = 0.25
-"""A process is killed if its CPU time exceeds the duration of its requests by this time, in
-seconds. Guests have no threads. So between requests, a process uses CPU time only when it starts: a
-few milliseconds."""
+"""A process is killed if its CPU time exceeds the total duration of its requests by this time, in
+seconds. Guests have no threads. So outside of requests, a process uses CPU time only when it
+starts: a few milliseconds."""
 WATCHED_S = 0.05
 """Seconds that a call must have run before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
@@ -67,15 +68,15 @@ MAX_WALL_S = 60.0
 
 
 class Cause(Enum):
-    """The cause of the end of a process, from the point of view of a request that it ran."""
+    """Why a process has ended, as seen by one request of the process."""
 
     KILLED = "killed"
     """The watchdog killed the process because of this request."""
     CRASHED = "crashed"
     """The process ended by itself, or the kernel killed it for lack of memory."""
     OTHER = "other"
-    """The worker killed the process for a reason other than this request, another party killed the
-    process, or it had ended before the request."""
+    """The worker killed the process for another reason, another party killed the process, or the
+    process had ended before the request."""
 
 
 class GuestDied(Exception):
@@ -103,8 +104,8 @@ class Guest(Protocol):
         """The state of the variables before a call; None if the call cannot be repeated."""
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Records a round that ran in a batch, and its outcome; returns whether the round was
-        usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was usual
+        (``interface.Batch``)."""
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
         """Handles the end of the process during a batch. ``suspect``: whether the process was
@@ -121,8 +122,9 @@ class _Running:
     item: int = 0
     began_s: float = field(default_factory=time.monotonic)
     started_s: float = field(default_factory=time.monotonic)
-    """The time at which the request began. ``began_s`` is the time at which the request's current
-    item began, plus the duration of the pauses since then."""
+    """The time at which the request began. ``began_s`` is the time at which the current item began,
+    plus the duration of all *pauses* since then. During a pause, the process waits for the worker's
+    answer to a question."""
     cpu_s: float | None = None
     """CPU time of the process when the watchdog first checked the current item, plus the CPU time
     of the pauses since then; None before this check."""
@@ -163,7 +165,7 @@ class GuestProcess:
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
         self.controllers: dict[int, Guest] = {}
-        """The live controllers by handle."""
+        """The live controllers by handle, the number of a controller in this process."""
         self._handles = 0
         self.dead = ""
         """The reason why the process has ended; empty while the process runs."""
@@ -246,17 +248,17 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order, so only a larger number is accepted. If smaller numbers were
-            # accepted, a compromised process could restart the time of an item again and again.
+            # Items run in order, so only a larger number is accepted. With smaller numbers, a
+            # compromised process could restart the time of an item again and again.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
                 self._check(running, now_s)
 
     def watch_usage(self, now_s: float) -> None:
-        """Lowers the priority of the process during a long call. Kills the process if it uses
-        CPU time beyond the duration of its requests, or has too many threads. In both cases, it
-        runs code that does not belong to a request."""
+        """Lowers the priority of the process during a long call. Kills the process if it uses CPU
+        time beyond the duration of its requests, or has too many threads. Such a process runs code
+        that does not belong to a request."""
         before = self._seen
         if now_s - before.at_s < WATCHED_S:
             return
@@ -368,7 +370,7 @@ class GuestProcess:
                         self._changed.wait(1.0)
             return channel
         except ChannelClosed as error:
-            # The zygote has not reported the end of the process yet.
+            # The zygote, the parent of the process, has not reported the end of the process yet.
             self._ended(str(error), killed=False)
             raise GuestDied(self.dead) from None
 
@@ -385,8 +387,7 @@ class GuestProcess:
         """Makes a channel, and sends its descriptors to the process. Returns None if the process
         has not received the earlier channels yet, or if its tenant has no memory for a further
         channel. Raises ControllerError if the tenant has no memory for the first channel. Called
-        under the lock. This method does not wait for the process, because the watchdog needs the
-        lock too."""
+        under the lock. Does not wait for the process, because the watchdog needs the lock too."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)

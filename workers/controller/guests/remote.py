@@ -1,8 +1,10 @@
-"""Controllers whose guests run in a guest process.
+"""Controllers whose guests run in a guest process. A *question* is a guest's request to the worker
+during a call.
 
 Each controller records its calls. If its process ends, the next call first repeats the recorded
-calls in a new process, as a replay on another worker does. The decisions of guests depend only on
-their inputs, and operations on variables receive their recorded answers.
+calls in a new process, as a replay on another worker does. This restores the guest's state, because
+the decisions of guests depend only on their inputs, and operations on variables receive their
+recorded answers.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ from .recording import Begun, Call, Recording, addressed, repetitions
 from .table import ProcessTable
 
 MAX_LOSSES = 2
-"""If this number of processes in a row crash during calls of one controller, the controller ends
-with an error."""
+"""If this number of processes in a row end during calls of one controller, the controller ends with
+an error."""
 MAX_SUSPICIONS = 2
 """A controller that ran in this number of compromised processes ends with an error."""
 MAX_TRIES = 10
@@ -75,9 +77,10 @@ class Place(NamedTuple):
         return "the controller" if self.load else f"the controller {self.module}"
 
     def blamed(self, arg: bytes) -> str:
-        """The module that is refused if guest processes die several times during its calls. If the
-        argument of a request is its script, only this script is refused, because other users of
-        the tenant run other scripts in the same interpreter."""
+        """The id under which deaths of guest processes during calls of this module are counted
+        (``table.Deaths``). After several deaths, the module is refused. If the request's argument
+        is a script, the id of the script is used and not the id of its interpreter. The reason is
+        that the tenant's other requests run other scripts in the same interpreter."""
         if not self.module.startswith(INTERPRETER):
             return self.module
         return self.module + hashlib.sha256(arg).hexdigest()
@@ -217,7 +220,7 @@ class RemoteController:
     def answer(self, asked: Asked) -> Told:
         """Answers a question of the guest; raises TokenbusError if the question is refused."""
         variables = self._variables
-        # The next rounds of this guest run outside of batches, because in a batch the other
+        # From now on, the rounds of this guest run outside of batches. In a batch, the other
         # sequences would also wait for the answers to its questions.
         self._waits = True
         if asked.what == "next_tokens":
@@ -265,7 +268,8 @@ class RemoteController:
         return tools.begin(tool, arguments)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Records a round that ran in a batch, and its outcome; returns whether it was usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was usual
+        (``interface.Batch``)."""
         self._recording.add_round(Item(0, [token]))
         if outcome is None:
             return True
@@ -320,9 +324,9 @@ class RemoteController:
         )
 
     def _note(self, died: GuestDied) -> None:
-        """Counts the end of a process during a call of this controller. If this end is the
-        ``MAX_LOSSES``-th in a row, or if the watchdog killed the process because of this call, sets
-        the error with which the sequence ends."""
+        """Counts the end of a process during a call of this controller. The sequence ends with an
+        error if ``MAX_LOSSES`` processes in a row have ended, or if the watchdog killed the process
+        because of this call."""
         if died.cause is Cause.OTHER:
             return
         self._losses += 1
@@ -370,14 +374,14 @@ class RemoteController:
         except (ValueError, TokenbusError) as error:
             # The code of a guest process checks these values, so only a compromised process sends
             # such answers.
-            text = f"its process sent an answer that is not valid: {error}"
+            text = f"the guest process sent an answer that is not valid: {error}"
             self._ahead.append(ControllerError(Code.CONTROLLER_FAILED, text))
 
     def _next(self, phase: str) -> Answer:
         if not self._ahead:
             # The process is compromised, because the code of a guest process never leaves out an
             # answer.
-            text = f"its process sent no answer of {phase}"
+            text = f"the guest process sent no answer of {phase}"
             raise ControllerError(Code.CONTROLLER_FAILED, text)
         answer = self._ahead.popleft()
         if isinstance(answer, TokenbusError):

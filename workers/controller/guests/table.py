@@ -23,21 +23,22 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""A process with controllers may be ended to make room for another process if its last call ended
+"""A process with controllers may be ended, to make room for another process, if its last call was
 at least this number of seconds ago."""
 TURN_S = 10.0
 """If all processes were used recently, the oldest process that is not in a call may be ended to
-make room, once it has run for this number of seconds. So the tenants take turns."""
+make room. It must have run for this number of seconds. So the tenants take turns."""
 MAX_WAIT_S = 15.0
 """Maximum seconds for which a call waits until another process can be ended to make room."""
 LOOK_S = 0.1
 """Seconds between two attempts of a waiting call to make room."""
 MAX_LAUNCHES = 3
-"""Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
-each zygote ends before it has forked the process."""
+"""A zygote is the parent of guest processes. If a zygote ends before it has forked a process,
+another zygote is tried. This is the maximum number of zygotes that are tried for one process."""
 MAX_DEATHS = 3
-"""A module is refused to a tenant when this number of the tenant's sequences have ended within
-``DEATHS_S`` seconds, each because guest processes had died during its calls of the module."""
+"""A sequence ends if several guest processes have died during its calls. If this happens to this
+number of a tenant's sequences with the same module within ``DEATHS_S`` seconds, the module is
+refused to the tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -72,7 +73,7 @@ class Deaths:
         raise ControllerError(
             Code.QUARANTINED,
             f"calls of this module ended their process {MAX_DEATHS} times within {DEATHS_S:g} s, "
-            f"so it is refused for {left_s:.0f} s; look at the errors of its last requests",
+            f"so the module is refused for {left_s:.0f} s; look at the errors of its last requests",
             retry_after_s=left_s,
         )
 
@@ -101,10 +102,11 @@ class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
     At most ``max_processes`` processes run. To make room for another process, the table ends a
-    process that is not in a call: first processes without controllers, then the least recently used
-    process. If all these processes have controllers and were used less than ``KEEP_S`` ago, the
-    table ends the oldest of them, but only if this process has run for ``TURN_S``. The controllers
-    of the ended process are replayed in a new process at their next calls.
+    process that is not in a call. It prefers processes without controllers, and then the least
+    recently used process. If all these processes have controllers and were used less than
+    ``KEEP_S`` ago, the table may end only the oldest process, and only if this process has run for
+    ``TURN_S``. The controllers of the ended process are replayed in a new process at their next
+    calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -126,7 +128,7 @@ class ProcessTable:
         return self._launcher.names()
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that the processes lack, with the reasons."""
+        """The layers of isolation that the processes do not have, with the reasons."""
         return self._launcher.missing_layers()
 
     def take(self, tenant: str, host: Host) -> GuestProcess:
@@ -175,8 +177,8 @@ class ProcessTable:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
         # The order of ``freeing_slot`` and ``_spawning`` matters: the lock is released before the
-        # slot is taken again. Otherwise this thread could wait for a slot while threads that wait
-        # for the lock have all slots.
+        # slot is taken again. In the other order, this thread could wait for a slot while threads
+        # that wait for the lock have all slots.
         with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()

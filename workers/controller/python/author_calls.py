@@ -32,10 +32,10 @@ class AuthorCalls:
     """The calls of one sequence into an author's code. ``name``: the name of the controller, for
     messages.
 
-    An author's code is trusted and cannot be interrupted, so a call that exceeds its limit only
-    adds a line to the sequence's log. ``init_prompt`` has its own limit. The three calls of a round
-    run one after another while the model computes, so the sum of their times is compared with the
-    sum of their limits. Times are CPU time of this thread.
+    An author's code is trusted and cannot be interrupted. So a call that exceeds its limit only
+    causes a line in the sequence's log. ``init_prompt`` has its own limit. The three calls of a
+    round run one after another while the model computes, so the sum of their times is compared with
+    the sum of their limits. Times are CPU time of this thread.
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
@@ -98,8 +98,8 @@ class AuthorCalls:
 
 
 def author_line(trace: TracebackType | None) -> str:
-    """Describes the innermost line of a traceback that is in the author's code, and not in Tokenbus
-    or in a library; empty if there is no such line."""
+    """Describes the innermost line of a traceback that belongs to the author's code. Lines of
+    Tokenbus and of libraries do not count. Empty if there is no such line."""
     frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""

@@ -43,11 +43,12 @@ class Controller:
     ``sample(query=...)`` applies to one token only."""
 
     takes_drafts: bool = False
-    """Whether a clone of the object may run rounds in advance, for the tokens of a *draft*, which
-    the model is expected to sample next. One step of the model can then verify the draft. Set the
-    flag in a class or in ``__init__``. Drafts save time if a clone and a round are much cheaper
-    than a step. The decisions must depend only on the prompt, the argument and the tokens. The
-    clone is dropped before a round that uses a variable or the log."""
+    """Whether a clone of the object may run rounds in advance. A *draft* is a list of tokens that
+    the model is expected to sample next. The clone runs a round for each token of a draft, and one
+    step of the model can then verify the draft. Set the flag in a class or in ``__init__``. Drafts
+    save time if a clone and a round are much cheaper than a step. The decisions must depend only on
+    the prompt, the argument and the tokens. The clone is dropped before a round that uses a
+    variable or the log."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -59,8 +60,8 @@ class Controller:
     def mid_process(self, fork_group: list[int]) -> Decision:
         """Called while the model computes: returns the mask for sampling, a splice, or stop.
 
-        ``fork_group``: the ids of the sequences that a fork in this round's pre_process has made.
-        Without a fork, only the id of this sequence.
+        ``fork_group``: the ids of the sequences that this round's pre_process forked into,
+        including this one. Without a fork, it has only the id of this sequence.
         """
         return sample()
 
@@ -85,8 +86,8 @@ class Controller:
 
     @property
     def arg(self) -> object:
-        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
-        empty."""
+        """The request's ``controller_arg``: its value if it is JSON, its text if it is not JSON,
+        and None if it is empty."""
         return parsed(self.host.arg)
 
     @property
@@ -257,7 +258,7 @@ class ClassController:
         except TypeError as error:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it cannot be copied for a fork: {error}; override clone() to copy it",
+                f"the controller cannot be copied for a fork: {error}; override clone() to copy it",
             ) from error
         if copied is original or type(copied) is not type(original):
             raise ControllerError(

@@ -329,8 +329,8 @@ class Context:
 
     @property
     def arg(self) -> Any:
-        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
-        empty."""
+        """The request's ``controller_arg``: its value if it is JSON, its text if it is not JSON,
+        and None if it is empty."""
         return parsed(self._host.arg)
 
     @property
@@ -391,8 +391,9 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question, which is a call of the script on its context. During a replay
-        this is the recorded answer, otherwise the result of the operation that ``make`` creates."""
+        """The answer to a question. A *question* is a call of the script on its context. During a
+        replay, the recorded answer is returned. If no replay runs, ``make`` creates an operation,
+        and its result is returned."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -474,8 +475,9 @@ class _RecordedVariables:
         self._transcript = transcript
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
-        """Reads a variable. If the variable does not have the version yet, returns None and awaits
-        its write. The answer is not recorded here, because ``Context.wait_var`` records it."""
+        """Reads a variable. If the variable does not have the version yet, returns None, and the
+        write of this version will wake the sequence. The answer is not recorded here, because
+        ``Context.wait_var`` records it."""
         return self._variables.await_write(name, version)
 
     def receive(self) -> bytes | None:
@@ -518,8 +520,8 @@ def _waiting(operation: Operation) -> Generator[Operation, None, None]:
 
 
 def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
-    """The answer to a question that is answered at once. During a replay this is the recorded
-    answer, otherwise the result of ``live``."""
+    """The answer to a question that is answered without an operation. During a replay, this is the
+    recorded answer. If no replay runs, this is the result of ``live``."""
     if transcript.replaying:
         entry = transcript.replay(question)
         if entry is None:
@@ -541,8 +543,8 @@ def _position(what: str, label: object) -> int:
 
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
-    """Returns the text to request from the worker if a call of ``gen`` has a constraint that only
-    the worker implements (yacc or substring). Otherwise returns None."""
+    """Returns the text that the worker must generate, if ``gen`` is called with a constraint that
+    only the worker implements (yacc or substring). Returns None for any other call of ``gen``."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None

@@ -17,8 +17,8 @@ class Generated(NamedTuple):
     tokens: list[int]
     logprobs: list[float | None]
     """The natural logarithm of each token's probability under the model's own distribution. None
-    for a token that was not sampled. A constraint has appended such a token, or a stop text has cut
-    off the end of a sampled token and this token replaces it."""
+    for a token that was not sampled. Such a token was appended by a constraint. Or it replaces a
+    sampled token whose end was dropped after a stop text."""
 
 
 class GeneratedBytes(NamedTuple):

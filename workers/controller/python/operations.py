@@ -26,8 +26,8 @@ class Operation:
     """
 
     posts = False
-    """Whether the script continues in the post_process that finishes the operation, instead of in
-    the next pre_process."""
+    """Whether the script continues during the post_process that finishes the operation. If false,
+    the script continues in the next pre_process."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -46,8 +46,8 @@ class Operation:
         """Called after tokens were appended to the sequence and to the transcript."""
 
     def after_post(self) -> Answer:
-        """Returns the answer of a post_process that has finished the previous operation. Called if
-        ``posts`` of the previous operation is true."""
+        """Returns the answer of the post_process that has finished the previous operation. Called
+        only if ``posts`` of the previous operation is true."""
         return CONTINUE
 
     def resume(self, other: Operation) -> None:
@@ -71,8 +71,8 @@ class Stop(Operation):
 
 
 class Append(Operation):
-    """Appends tokens. With ``following``, first drops the tokens after the first ``following``
-    tokens of the sequence."""
+    """Appends tokens. If ``following`` is given, first drops all tokens of the sequence except this
+    number of tokens at its beginning."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class Generate(Operation):
         """The log-probabilities of ``_tokens``; None for a token that was not sampled."""
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The splice that drops all tokens and bytes after the end of the text; None if nothing is
-        to be dropped."""
+        """The splice that drops everything after the end of the text; None if nothing has to be
+        dropped."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Samples the next token, or drops the bytes after the end of the text."""
@@ -243,8 +243,8 @@ class Fork(Operation):
 
 class Replace(Operation):
     """Saves the sequence as a context, or replaces all of its tokens by a new prompt or by a
-    context. ``answer`` is the answer of mid_process that requests the operation. The operation's
-    answer is the reason why a context was refused, or the number of tokens of the new prompt."""
+    context. ``answer``: the answer of mid_process that requests the operation. The answer of the
+    operation is the reason why a context was refused, or the number of tokens of the new prompt."""
 
     def __init__(self, question: Question, host: Host, answer: Answer) -> None:
         super().__init__(question)

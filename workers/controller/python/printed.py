@@ -1,10 +1,10 @@
 """Writes the output of an author's code (``print``, ``sys.stdout``, ``sys.stderr``) to the log of
 the sequence that runs the code.
 
-``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, the
-thread determines where output is written. A thread that runs a call of a controller writes to the
-log of the call's sequence. Any other thread writes to the worker's own output, even if the author's
-code started the thread.
+``sys.stdout`` and ``sys.stderr`` belong to the whole process. So while ``captured`` is active, each
+thread's output is handled separately. The output of a thread that runs a call of a controller goes
+to the log of the call's sequence. The output of any other thread goes to the worker's output, even
+if the author's code started the thread.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Call(threading.local):
 
     log: Log | None = None
     muted: Callable[[], bool] | None = None
-    """Returns whether output is dropped now: a script that is replayed has printed the same text
-    before. None if output is never dropped."""
+    """Returns whether output is dropped now. The output of a replayed script is dropped, because
+    the script has printed it before. None if output is never dropped."""
 
 
 _call = _Call()
@@ -35,8 +35,8 @@ _call = _Call()
 
 @contextmanager
 def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Writes this thread's output to ``log``. While ``muted`` returns True, output is dropped,
-    because a script that is replayed has printed the same text before."""
+    """Writes this thread's output to ``log``. Output is dropped while ``muted`` returns True. This
+    is the case during a replay, because the script has printed the same text before."""
     before = _call.log, _call.muted
     _call.log, _call.muted = log, muted
     try:

@@ -80,8 +80,8 @@ class ScriptController:
             self._resume()
 
     def pre_process(self) -> Answer:
-        """Calls pre_process of the current operation. If this finishes the operation, the script
-        runs to its next operation, which is then called."""
+        """Calls pre_process of the current operation. If this call finishes the operation, the
+        script runs to its next operation, and pre_process of that operation is called."""
         with self._calls.during("pre_process"):
             while True:
                 operation = self._current()
@@ -90,8 +90,9 @@ class ScriptController:
                     return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Calls mid_process of the current operation. If this finishes the operation, such as a
-        fork or a text, the script runs to its next operation, which is then called."""
+        """Calls mid_process of the current operation. If this call finishes the operation, for
+        example a fork or a text, the script runs to its next operation, and mid_process of that
+        operation is called."""
         with self._calls.during("mid_process"):
             while True:
                 operation = self._current()
@@ -111,11 +112,11 @@ class ScriptController:
             return self._current().after_post() if runs else CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
-        """A controller for the forked sequence, whose script is replayed up to the operation that
-        this controller's script awaits.
+        """A controller for the forked sequence. Its script is replayed up to the operation that the
+        script of this controller awaits.
 
-        Raises ControllerError if the replayed script makes other calls on its context than the
-        first time.
+        Raises ControllerError if the replayed script does not repeat the recorded calls on its
+        context.
         """
         if self._operation is None:
             return type(self)(self._name, self._function, host, Transcript())

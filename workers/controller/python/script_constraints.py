@@ -1,6 +1,7 @@
 """Constraints on a text that a script generates. llguidance computes the mask before each token.
 
-Source: llguidance (its Earley parser over derivative-based lexemes, masks from the token trie).
+Source: llguidance. It parses with Earley's algorithm, matches lexemes with derivatives of regular
+expressions, and walks the token trie to compute masks.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Grammar:
             more = any(into.cast("I"))
             into[eos >> 3] |= end
             return more
-        # The vocabulary has no end-of-sequence token. llguidance needs such a token, so its
-        # tokenizer has one after the last token of the vocabulary (``_Tokens``).
+        # This vocabulary has no end-of-sequence token, but llguidance needs one. So llguidance's
+        # tokenizer has one more token than the vocabulary (``_Tokens``).
         wide = bytearray(4 * -(-(size + 1) // 32))
         self._fill(memoryview(wide))
         wide[size >> 3] &= ~(1 << (size & 7))

@@ -1,10 +1,10 @@
-"""The operations of scripts that decide each step themselves. These scripts are classes with the
-four calls, or they use AICI's ``NextToken``.
+"""The operations of scripts that make the decision of each step themselves. Such a script defines a
+class with the four calls, or uses AICI's ``NextToken``.
 
 A script awaits ``AtPre`` or ``AtMid`` until its controller's pre_process or mid_process is called.
 The next operation that the script awaits answers this call. When the tokens of a step have arrived,
-the script immediately runs its own post_process. It then awaits ``Posted``, which passes the
-decision to the controller.
+the script runs the post_process of its class. It then awaits ``Posted``, which passes the decision
+of this post_process to the controller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AtPre(Operation):
 
 
 class AtMid(Operation):
-    """Waits for mid_process; the answer is the fork group."""
+    """Waits for mid_process; the answer is the ``fork_group`` of the call."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Finishes, so that the script decides in this call."""
@@ -63,7 +63,8 @@ class Step(Operation):
     def __init__(
         self, question: Question, decision: Answer, mask: TokenSet | None, in_pre: bool
     ) -> None:
-        """``in_pre``: whether the decision answers pre_process, and not mid_process."""
+        """``in_pre``: whether the decision answers pre_process. If false, it answers
+        mid_process."""
         super().__init__(question)
         self._decision = decision
         self._mask = mask

@@ -21,15 +21,15 @@ class Question(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A question, its answer or error, and the changes of the sequence's tokens since the previous
-    answer."""
+    """A question and its answer or error. Also the changes of the sequence's tokens since the
+    previous answer."""
 
     question: Question
     answer: object
     error: ControllerError | None
     kept: int
-    """Number of tokens that the sequence had at the previous answer and has not dropped since
-    then."""
+    """Number of tokens at the beginning of the sequence that have not changed since the previous
+    answer."""
     tokens: tuple[int, ...]
     """The tokens that follow the ``kept`` tokens."""
 
@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy for a forked sequence starts at the beginning. It replays the recorded answers up to
-    ``until``, which is the last question of the original script and has no answer yet. Later
+    A copy for a forked sequence starts at the beginning. It replays the recorded answers up to the
+    question ``until``: the last question of the original script, which has no answer yet. Later
     questions get new answers.
     """
 
@@ -47,8 +47,8 @@ class Transcript:
         self.tokens: list[int] = []
         self._first_prompt: list[int] = []
         self.failure: ControllerError | None = None
-        """The error of a replayed script that has asked a different question than the first time;
-        otherwise None."""
+        """The error of a replayed script that did not repeat a recorded question. None if there is
+        no such error."""
         self._entries: list[Entry] = []
         self._kept = 0
         self._next = 0
@@ -87,10 +87,10 @@ class Transcript:
         return copied
 
     def replay(self, question: Question) -> Entry | None:
-        """The recorded answer to a question; None if the question is ``until``, which the original
-        sequence still waits for.
+        """The recorded answer to a question; None if the question is ``until``, whose answer the
+        original sequence still awaits.
 
-        Raises ControllerError if the script asked a different question the first time.
+        Raises ControllerError if the recorded question is different.
         """
         if self._next == len(self._entries):
             self._check(question, self._until)

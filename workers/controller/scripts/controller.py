@@ -1,5 +1,5 @@
-"""The controller of a script. It consists of the script's guest and, while ``gen`` runs, of the
-text that the worker generates for the guest.
+"""The controller of a script. It has the script's guest. While the script waits in ``gen``, it also
+has the text that the worker generates for the guest.
 
 While a text is generated, the worker runs the sequence's rounds with the controller of a built-in
 constraint, without calling the guest. When the text has ended, the worker calls the guest's
@@ -30,7 +30,7 @@ from .generation import Generate, Generation, decode_generate, failed
 from .next_tokens import ConstraintQuestions, FindConstraint
 
 MAX_EMPTY_TEXTS = 256
-"""Maximum number of consecutive texts without a token that a script may generate in one round."""
+"""Maximum number of texts without a token that a script may generate in a row in one round."""
 MAX_REFUSALS = 16
 """Maximum number of constraints of a sequence that may be refused. Each refusal may take as long as
 compiling a grammar."""

@@ -33,8 +33,8 @@ class Generate(msgspec.Struct, frozen=True):
     """The built-in constraint; None if every text is allowed."""
     argument: str = ""
     stop_at: Annotated[list[StopString], Meta(max_length=MAX_STOP)] = []
-    """The generated text ends after the first occurrence of one of these texts. Their number is
-    bounded because the worker compares each new token with each of them."""
+    """The generated text ends after the first occurrence of one of these texts. The number of these
+    texts is bounded, because the worker compares each new token with each text."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     place: str = ""
     """The position of the call in the script, for errors."""
@@ -100,8 +100,8 @@ class Generation:
             answer = answer._replace(logprobs=True)
         if self._bias is None:
             return answer
-        # A mask with a single token forces this token, as if it were appended. No bias applies to
-        # appended tokens.
+        # If the mask allows a single token, the text continues as if this token were appended. No
+        # bias applies to appended tokens.
         single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
         return answer if single else answer._replace(bias=self._bias)
 

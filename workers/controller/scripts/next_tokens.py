@@ -4,7 +4,8 @@ ask such a question in each step.
 
 A question contains the constraint and the whole text. The answer depends on nothing else, so a
 replay and a fork get the same answers. The worker keeps the constraints of recent questions. If the
-text of the next question is a continuation, the constraint parses only the new tokens.
+text of the next question continues the text of an earlier question, the constraint parses only the
+new tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_KEPT = 8
 MAX_QUESTIONS = 256
 """Maximum number of questions between two calls of a script's controller."""
 MAX_MASKS_S = 2.0
-"""Maximum CPU time of making constraints and computing masks between two calls of a script's
-controller, in seconds."""
+"""Maximum CPU time in seconds that is spent on constraints and masks between two calls of a
+script's controller."""
 MAX_TEXT_TOKENS = 1 << 20
 """Maximum tokens of a text. The constraint has this number as its ``max_tokens``, so that it does
 not complete a shorter text early."""
@@ -47,7 +48,7 @@ class ConstraintQuestions:
         self._spent_s = 0.0
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
-        """The tokens that may follow ``text``; raises TokenbusError if the argument is not valid,
+        """The tokens that may follow ``text``. Raises TokenbusError if the argument is not valid,
         if the constraint does not allow the text, or if there are too many questions."""
         self._questions += 1
         if self._questions > MAX_QUESTIONS or self._spent_s > MAX_MASKS_S:
@@ -80,8 +81,8 @@ class ConstraintQuestions:
         self._kept.clear()
 
     def _text(self, kind: str, argument: str, text: Sequence[int]) -> _Text:
-        """Returns the kept constraint if the text that it has parsed is a prefix of ``text``, or a
-        new constraint."""
+        """Returns a kept constraint whose parsed text is a prefix of ``text``. If no kept
+        constraint fits, returns a new constraint."""
         found = self._kept.pop((kind, argument), None)
         if found is None or not found.is_prefix_of(text):
             if found is not None:

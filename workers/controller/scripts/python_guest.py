@@ -54,7 +54,8 @@ class PythonModule:
         self._template = template_of(engine, module)
         self._text = text
         self._loaded: dict[str, Image] = {}
-        """For the text of each library: the memory of an interpreter that has loaded it."""
+        """For the text of each library: the memory of an interpreter that has loaded this
+        library."""
 
     def start(self, host: Host) -> Controller:
         """Returns a controller that runs the script from its beginning."""
@@ -147,8 +148,8 @@ class PythonContext(Context):
         try:
             session.begin(self.limits, loaded() if origin is None else origin.image)
             asked = session.resume(script, None, 0.0) if origin is None else origin.asked
-            # The image is freed, because it can be as large as the memory of the interpreter, and
-            # its bytes do not count towards the memory of the tenant.
+            # The parent's image is freed here. It can be as large as the memory of an interpreter,
+            # but does not count towards the memory of the tenant.
             del origin
             while asked is not None:
                 self._asked = asked
@@ -269,7 +270,8 @@ class PythonContext(Context):
         return await self.score(candidates, **named)
 
     def _short(self, call: str, text: Any) -> Any:
-        """Returns ``text``; raises ControllerError if it is too long to be tokenized in a call."""
+        """Returns ``text``; raises ControllerError if the text is too long to be tokenized in one
+        call."""
         if not isinstance(text, str | bytes):
             raise _wrong(f"{call}(text) with {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)

@@ -1,8 +1,8 @@
 """Runs a script in MicroPython on a separate thread. On this thread, the script waits for the
 answers to its calls.
 
-The interpreter is a WASI command: its only exported function runs the whole script, and the script
-calls the host. The script must keep its stack while it waits for an answer, so it needs a thread.
+The interpreter is a WASI command: its only exported function runs the whole script. The script
+calls the host, and must keep its stack while it waits for an answer. So each script needs a thread.
 This thread passes the script's calls to the thread of the controller, which answers them.
 
 A fork copies the interpreter's memory. WebAssembly's stack cannot be copied, but all interpreters
@@ -41,8 +41,9 @@ HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
 MicroPython would write outside its memory."""
-# MicroPython's garbage collector does not see references in WebAssembly's locals. So the collector
-# is disabled, and the loop calls it only when no function of the script is being executed.
+# MicroPython's garbage collector does not see references in WebAssembly's locals. So automatic
+# collection is disabled. The loop calls the collector only when no function of the script is being
+# executed.
 _MAIN = b"""\
 import gc, host
 gc.disable()
@@ -142,9 +143,9 @@ class PythonSession:
         self._cpu_s = 0.0
 
     def begin(self, limits: Limits, image: Image | None = None) -> Asked | None:
-        """Starts the interpreter, and runs it to its first call, which ``resume`` then answers with
-        the text of the library. With ``image``, the first ``resume`` instead continues from this
-        memory. Raises ControllerError if the interpreter fails."""
+        """Starts the interpreter, and runs it to its first call. The first ``resume`` answers this
+        call with the text of the library. If ``image`` is given, the first ``resume`` continues
+        from this memory instead. Raises ControllerError if the interpreter fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -170,7 +171,8 @@ class PythonSession:
         if the script has ended. Raises ControllerError if the script fails.
 
         ``limit_s``: the new limit on the script's CPU time, in seconds. If it is None, the present
-        limit still applies. ``spent_s``, the CPU time that the answer took, counts towards it.
+        limit still applies. ``spent_s``: the CPU time that the answer took, which counts towards
+        the limit.
         """
         if limit_s is not None:
             self.guest.renew(limit_s)

@@ -1,7 +1,7 @@
 """The text of an uploaded script.
 
-The first line names the language, so that the id of a script, the SHA-256 of its bytes, covers the
-language too:
+The first line names the language. So the id of a script, which is the SHA-256 of its bytes, depends
+on the language too:
 
     #!tokenbus javascript
     async function main(ctx) { ... }
@@ -24,8 +24,8 @@ IN_ARGUMENT = {
     "pyctrl-latest": "python",
     "gh:microsoft/aici/pyctrl": "python",
 }
-"""AICI's names for the controllers that run the script in the request's argument, and the language
-of this script. A tag cannot have such a name."""
+"""Maps a name of a controller in AICI to a language. The controller runs the script in the
+request's argument, which is in this language. A tag cannot have such a name."""
 
 
 class Source(NamedTuple):

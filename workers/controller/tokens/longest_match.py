@@ -1,5 +1,5 @@
-"""Tokenizes by longest match. This is used for a text if the tokens of the model's tokenizer would
-not give exactly this text."""
+"""Tokenizes by longest match. A text is tokenized in this way if the tokens of the model's
+tokenizer would not give exactly this text."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 The JSON does not write tokens as bytes: GPT-2's byte level maps bytes to printable characters, and
 SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON defines
 the mapping. If the JSON has no decoder, the model, the normalizer and the pre-tokenizer imply the
-mapping. The text of a sequence must be the concatenation of its tokens' bytes, because constraints
-are on bytes. A tokenizer is refused if its decoder gives a different text.
+mapping.
+
+The text of a sequence must be the concatenation of its tokens' bytes, because constraints work on
+bytes. A tokenizer is refused if its decoder would give a different text.
 """
 
 from __future__ import annotations

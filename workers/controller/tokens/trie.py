@@ -1,4 +1,5 @@
-"""The token trie that controllers walk, in the binary format that AICI's guests read.
+"""The token trie: a prefix tree of the bytes of all tokens. Controllers walk it to compute masks.
+Its binary format is that of AICI's guests.
 
 Source: AICI's ``toktree`` (crate ``aici_abi``). The format is little-endian u32 words:
 
@@ -89,8 +90,8 @@ def _preorder(tokens: Sequence[bytes]) -> _Preorder:
     after the prefix that it shares with the previous token."""
     last = {token: number for number, token in enumerate(tokens)}
     # A token is a duplicate if a token with a higher id has the same bytes. A duplicate gets the
-    # suffix U+0100, which sorts after every byte, so that it follows all tokens that begin with its
-    # bytes.
+    # suffix U+0100, which sorts after every byte. So the duplicate follows all tokens that begin
+    # with the same bytes.
     order = sorted(
         (token.decode("latin-1") + ("" if last[token] == number else "\u0100"), number)
         for number, token in enumerate(tokens)
@@ -167,7 +168,7 @@ def decode_trie(blob: bytes) -> TokenTrie:
     """Decodes a trie. The checks are at least as strict as those of AICI's guests.
 
     Raises ValueError if a size, an offset, an id or the order of siblings is not valid. Also raises
-    it if the size of a subtree, or the number of subtrees that end at a node, is wrong.
+    ValueError if the size of a subtree, or the number of subtrees that end at a node, is wrong.
     """
     if len(blob) < 4 * HEADER_WORDS:
         raise ValueError(f"{len(blob)} bytes are too few; a header has {4 * HEADER_WORDS}")

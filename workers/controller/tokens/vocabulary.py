@@ -1,9 +1,9 @@
 """A model's vocabulary as controllers use it: token bytes, tokenization, and the token trie.
 
 A vocabulary is built from a tokenizer's JSON or from raw tokens. This module requires
-``tokenizers``, but neither transformers nor torch. The text of tokens is the concatenation of their
-bytes. The tokens that ``tokenize`` returns always have exactly the given text, so a controller
-appends exactly the text that it requested.
+``tokenizers``, but neither transformers nor torch. The text of several tokens is the concatenation
+of their bytes. The tokens that ``tokenize`` returns always have exactly the given text. So a
+controller appends exactly the text that it requested.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 class TokenizerVocabulary:
     """Implements ``host.Vocabulary`` for one tokenizer and one model. Thread-safe.
 
-    The constructor builds everything, including the trie, so that this work does not count towards
-    a controller's time limit. With a vocabulary of 131,072 tokens, this takes about 0.4 s from raw
+    The constructor builds everything, including the trie. So this work does not count towards the
+    time limit of a controller. With a vocabulary of 131,072 tokens, this takes about 0.4 s from raw
     tokens and 1.3 s from JSON.
     """
 
@@ -74,9 +74,9 @@ class TokenizerVocabulary:
         """Creates a vocabulary from the JSON of a tokenizer, as ``tokenizers`` writes it.
 
         ``size`` is the number of the model's logits. If the tokenizer has fewer tokens, the other
-        ids are padding without bytes. If it has more tokens, those beyond ``size`` are never used.
-        Raises ControllerError if the JSON is not a tokenizer's, or if it does not define its
-        tokens' bytes.
+        ids are padding without bytes. If the tokenizer has more tokens, its tokens from id ``size``
+        on are never used. Raises ControllerError if the JSON is not the JSON of a tokenizer, or if
+        the bytes of its tokens cannot be determined.
         """
         try:
             spec: Spec = msgspec.json.decode(json)

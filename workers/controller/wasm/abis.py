@@ -1,8 +1,10 @@
-"""Recognizes the ABI of a module by its exports, and checks its imports and exports.
+"""Recognizes the ABI of a module by the module's exports, and checks its imports and exports. An
+*ABI* defines the functions that the worker and a module call in each other. There are two: the
+native ABI of this project, and AICI's.
 
-The worker calls a guest's functions without checking their types. The checks in this module
-therefore protect the worker's own memory. Source: ``docs/controllers-reference.md`` (native), and
-AICI's crate ``aici_abi``.
+The worker later calls a guest's functions without checking their types. So the checks in this file
+protect the worker's memory. Source: ``docs/controllers-reference.md`` (native), and AICI's crate
+``aici_abi``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Guests of the AICI ABI: compiled AICI modules, unmodified.
 
-The arguments and the results of calls are JSON. The guest reads an argument as a *blob* (bytes that
-a number identifies), and returns a result, through functions of module ``env``. Source: AICI's
-crate ``aici_abi``.
+The arguments and the results of calls are JSON. The guest imports functions of the module ``env``
+to read an argument and to return a result. It reads an argument as a *blob*: bytes that a number
+identifies. Source: AICI's crate ``aici_abi``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AiciState:
         self.result: bytes | None = None
         """The result of the current call; None until the guest returns the result."""
         self.mask: memoryview | None = None
-        """The buffer for the mask while mid_process runs; otherwise None."""
+        """The buffer for the mask; None if mid_process is not running."""
         self.masked = False
         self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
         self.last_words = b""
@@ -265,7 +265,7 @@ def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     answer = run_command(command, state.host.variables, limit)
-    # The answer is charged too, because a short command may read a long value.
+    # The bytes of the answer are counted too, because a short command may read a long value.
     state.guest.charge(4 * len(answer))
     state.blobs[_STORAGE] = answer
     return _STORAGE

@@ -1,7 +1,7 @@
 """Encodes the arguments of AICI's four calls as JSON, and decodes the guest's results.
 
-Source: AICI's crate ``aici_abi``. If a result has the wrong format, ControllerError is raised with
-the first bytes of the result.
+Source: AICI's crate ``aici_abi``. The functions of this file raise ControllerError if a result has
+the wrong format. The error shows the first bytes of the result.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def check_init_prompt(result: bytes) -> None:
 def pre_process_answer(result: bytes) -> Answer:
     """Converts a result of pre_process to an ``Answer``.
 
-    If the result has several actions, one of them applies: stop, else suspend, else a fork after
-    appending tokens.
+    A result may have several actions. If it stops, its other actions do not apply. If it suspends
+    and does not stop, its tokens and its fork do not apply. If it neither stops nor suspends,
+    tokens are appended, and then the sequence forks.
     """
     said = _decode_result(
         _pre,
@@ -142,8 +143,8 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
     if (said.stop, said.sample_with_bias, said.splice).count(UNSET) != 2:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"mid_process returned {shown(result)}, which has none or several of Stop, "
-            f"SampleWithBias and Splice; expected {_MID_IS}",
+            f"mid_process returned {shown(result)}, which must have exactly one of "
+            f"Stop, SampleWithBias and Splice; expected {_MID_IS}",
         )
     splice = said.splice
     if isinstance(splice, _Splice):

@@ -63,8 +63,8 @@ def run_command(data: bytes, variables: Variables, variable_bytes: int) -> bytes
         return _written(act(_name(write.name), value, write.when_version_is))
     raise ControllerError(
         Code.CONTROLLER_FAILED,
-        f"the storage command {shown(data)} has neither or both of ReadVar and WriteVar, so it is "
-        f"not exactly one command; expected {_COMMAND_IS}",
+        f"{shown(data)} is not exactly one storage command, because it has both ReadVar and "
+        f"WriteVar, or neither; expected {_COMMAND_IS}",
     )
 
 

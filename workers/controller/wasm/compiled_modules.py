@@ -1,12 +1,12 @@
 """Caches compiled modules: the most recently used ones in memory, and all of them on disk, for
-later processes.
+later processes. The *compiled form* of a module is the machine code that Wasmtime has made from the
+module.
 
 A script is stored like a module. The interpreter that runs the script is also a module.
 
-If another user could change a compiled form, loading it would run that user's machine code. So each
-file has an HMAC. The HMAC's key is a file in the folder, which only the worker's user can read. The
-HMAC also covers the module's id and the compilation target. A file with a wrong HMAC counts as
-missing.
+If another user replaced a compiled form, the worker would run the machine code of this user. So
+each file has an HMAC. The HMAC's key is in a file that only the worker's user can read. The HMAC
+also covers the module's id and the compilation target. A file with a wrong HMAC counts as missing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
 
     abi: Abi
     module: wasmtime.Module
-    """The compiled module, with all of its state exported."""
+    """The compiled module, with exports for all of its state (``exported_state.py``)."""
     why_no_fork: str | None = None
     """The reason why a fork cannot copy an instance of the module; None if it can."""
     script: bytes | None = None

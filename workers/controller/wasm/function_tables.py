@@ -37,8 +37,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
     if sum(sizes) > MAX_TABLE_ELEMENTS:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"it forks with {sum(sizes)} elements in tables that its code changes; at most "
-            f"{MAX_TABLE_ELEMENTS} can be copied",
+            f"the controller forks with {sum(sizes)} elements in tables that its code changes; at "
+            f"most {MAX_TABLE_ELEMENTS} can be copied",
         )
     functions: dict[int, ffi.wasmtime_val_t] = {}
     for (of, to), size in zip(tables, sizes, strict=True):
@@ -48,8 +48,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """Maps addresses of functions, as references contain them, to the names under which the guest
-    exports the functions. Empty if the guest's tables are not copied."""
+    """Maps the address of each exported function to the function's name. A reference to a function
+    contains this address. Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 
@@ -61,8 +61,8 @@ def _value(
     at: int,
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
-    """Returns the value for element ``at`` of the target's table. It corresponds to the value of
-    the same element of the source's ``table``."""
+    """Returns the value for element ``at`` of the target's table. This value corresponds to the
+    value of the same element of the source's ``table``."""
     value = ffi.wasmtime_val_t()
     _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
     if not value.of.funcref.store_id:

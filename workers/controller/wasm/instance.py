@@ -1,9 +1,10 @@
-"""A guest: an instance in its own Wasmtime store, with fast ways to call it, to read and write its
-memory, and to clone it.
+"""A guest: a Wasm instance in its own Wasmtime store. This module has fast ways to call the
+instance, to read and write its memory, and to clone it.
 
 Most of the cost of a call is the transition from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us. ``Func.__call__`` takes 13 us, because it looks up
 types in each call. Memory is read directly at its address, and entering a host function takes 3 us.
+The *epoch* is Wasmtime's counter for interrupting guests (``sandbox.py``).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ _set_fuel.restype = ctypes.c_void_p
 _get_fuel = _held.wasmtime_context_get_fuel
 _get_fuel.restype = ctypes.c_void_p
 KILL_S = 1.0
-"""If instructions are counted, the number of instructions limits a call. Such a call also ends when
-its CPU time exceeds its time limit by ``KILL_S`` seconds."""
+"""If instructions are counted, a call ends when it has executed its maximum number of instructions.
+It also ends when its CPU time exceeds its time limit by this number of seconds."""
 WORK_S = 3e-6
 """CPU time that is charged for a unit of host work (``Guest.host_work``), in seconds. If
 instructions are counted, a unit counts as the number of instructions that a guest may execute in
@@ -81,8 +82,8 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     """Called at each epoch tick (every ``sandbox.TICK_S``) while a guest runs. Stops the guest if
     it has used up its CPU time.
 
-    The time of a call counts from the call's first tick, so that a call that ends before a tick
-    does not read the clock.
+    The time of a call counts from its first tick. So a call that ends before a tick does not read
+    the clock.
     """
     guest = running.guest
     now = call_cpu_s()
@@ -284,8 +285,8 @@ class Guest:
         return number
 
     def function_names(self) -> dict[int, str]:
-        """Maps addresses of functions, as references contain them, to the names under which the
-        guest exports the functions. Empty if the guest's tables are not copied."""
+        """Maps the address of each exported function to the function's name. A reference to a
+        function contains this address. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -340,8 +341,9 @@ class Guest:
     def check_time(self) -> None:
         """Raises ControllerError if the current call has used up its CPU time.
 
-        Ticks alone do not stop a guest that calls one host function after another, because they
-        take effect only in loops and at calls of the guest's own functions.
+        Host functions call this method. A guest checks the epoch only in its loops and when it
+        calls one of its own functions. So ticks of the epoch do not stop a guest that only calls
+        host functions.
         """
         if self._fuel_per_s:
             self._burn(int(self.host_work * WORK_S * self._fuel_per_s))
@@ -455,14 +457,14 @@ class Guest:
         memoryview(whole).cast("B")[:] = memory
 
     def clone(self, host: Any, limits: Limits) -> Guest:
-        """Creates a copy of the guest, with the same memory, globals and tables, whose host
+        """Creates a copy of the guest, with the same memory, globals and tables. The copy's host
         functions receive ``host``. Only valid between calls."""
         size = self.measure()
         if size > limits.memory_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it forks with a memory of {size} bytes; with this number of sequences in the "
-                f"request, each may have at most {limits.memory_bytes}",
+                f"the controller forks with a memory of {size} bytes; with this number of "
+                f"sequences in the request, each may have at most {limits.memory_bytes}",
             )
         other = SPARES.take(self.template, size)
         if other is not None:

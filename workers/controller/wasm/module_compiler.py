@@ -1,13 +1,13 @@
 """Examines and compiles modules in separate processes, with bounded time and memory.
 
-A small module may take hours to compile: 300 kB of loops over 2,000 locals take 27 s and 3 GB.
-Parsing some modules of 4 MB takes a second. So the worker neither compiles nor parses uploads in
-its own process.
+A small module may take long to compile. For example, 300 kB of loops over 2,000 locals take 27 s
+and 3 GB of memory. Parsing some modules of 4 MB takes a second. So the worker neither compiles nor
+parses uploads in its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
 their outcomes to stdout. Each task runs in a process that is forked from this process, because a
-fork takes a hundredth of the time of starting a new process. The memory and the limits of a task
-end with its process.
+fork takes a hundredth of the time of starting a new process. The memory of a task is freed, and its
+limits end, when its process ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _INVALID = 3
 _NO_MEMORY = 4
 """Exit code: the memory bound is exceeded."""
 _REFUSED = 5
-"""Exit code: the module or the script is refused, for a reason that this project's checks found."""
+"""Exit code: a check of this project refuses the module or the script."""
 _MAX_REASON = 2000
 """Maximum characters of the reason for a refusal, which may quote names of the module."""
 _MAX_WASMTIME_MESSAGE = 400

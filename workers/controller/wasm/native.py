@@ -1,9 +1,11 @@
-"""Guests of the native ABI. Each call of a controller is one call of a function of the guest. The
-guest returns results in its memory, without calling the host.
+"""Guests of the native ABI. An ABI defines the functions that the worker and a guest call in each
+other. Each call of a controller is one call of a function of the guest. The guest returns results
+in its memory, without calling the host.
 
-The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
-the mask from the guest's memory. ``docs/controllers-reference.md`` describes the layout of the
-inbox and of the results.
+The host writes a call's argument into the guest's *inbox*, a buffer in the guest's memory. It then
+calls the guest, and reads the result and the mask from the guest's memory. The *call block* is
+another buffer in the guest's memory. It has the addresses of the inbox and of the results.
+``docs/controllers-reference.md`` describes the layout.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class NativeController:
     """The controller of one sequence."""
 
     _shown_as = ""
-    """If this is not empty, errors of the guest contain it instead of the call's name."""
+    """If this text is not empty, errors of the guest begin with it instead of the call's name."""
 
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
@@ -231,8 +233,8 @@ class NativeController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _limit(self, own_s: float) -> float:
-        """The limit on the CPU time of a call, in seconds: ``own_s``, the limit of this kind of
-        call. Scripts have another limit (``scripts.guest``)."""
+        """The limit on the CPU time of a call, in seconds. ``own_s``: the limit of this call in
+        ``Limits``. The guests of scripts override this method (``scripts.guest``)."""
         return own_s
 
     def _other_answer(self, action: int, mask: memoryview) -> Answer:
@@ -286,7 +288,7 @@ class NativeController:
         if pairs > size:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"its bias has {pairs} pairs; the vocabulary has {size} tokens",
+                f"the bias has {pairs} pairs; the vocabulary has {size} tokens",
             )
         count = 2 * pairs or size
         guest.check(address, 4 * count)
@@ -310,7 +312,7 @@ class NativeController:
         if count > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appended {count} tokens at once; at most {most} are allowed",
+                f"the controller appended {count} tokens at once; at most {most} are allowed",
             )
         return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
 
@@ -348,7 +350,8 @@ def _special_token(state: NativeState, number: int) -> int:
 
 def special_token(host: Host, number: int) -> int:
     """The id of the special token ``SpecialToken(number)``. -1 if the model does not have this
-    token, or if ``SpecialToken`` does not have this number, which a later release may define."""
+    token. Also -1 if ``SpecialToken`` does not have this number, because a later release may define
+    it."""
     if number not in set(SpecialToken):
         return -1
     found = host.vocabulary.special_token(SpecialToken(number))
@@ -531,7 +534,7 @@ def _query(state: NativeState, top: int, tokens: int, count: int) -> None:
     if count > MAX_QUERY_TOKENS:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"its query has {count} tokens; at most {MAX_QUERY_TOKENS} are allowed",
+            f"the query has {count} tokens; at most {MAX_QUERY_TOKENS} are allowed",
         )
     named = array.array("I", state.guest.read(tokens, 4 * count)).tolist() if count else []
     state.next_query = checked_query(Query(top, named), state.host.vocabulary.size)

@@ -4,13 +4,15 @@ A folder on each machine has the modules' bytes, named by their SHA-256 (``modul
 the tenants' tables (``tenants/``), and compiled forms (``compiled/``). A tenant's table has the
 tenant's modules and tags.
 
-The state worker has the original tables, and replaces them by compare-and-set, so that a tag
-denotes the same module on all machines. If the bytes of a module are missing on this machine, they
-are fetched from another machine and checked against the id.
+The state worker has the original tables, and replaces them by compare-and-set. So a tag denotes the
+same module on all machines. If the bytes of a module are missing on this machine, they are fetched
+from another machine, and their SHA-256 is checked.
 
-A module that several tenants have uploaded is stored once, but a tenant can only name modules that
-it has uploaded itself. One writer at a time writes files. A file is written under another name and
-then renamed, so that readers never have to wait for the writer.
+A module that several tenants have uploaded is stored once. But a tenant can only name modules that
+it has uploaded itself.
+
+Only one thread or process at a time writes files. The writer writes a file under another name and
+then renames the file, so that readers never have to wait.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ class ModuleStore:
         engine: wasmtime.Engine,
         others: Others | None = None,
     ) -> None:
-        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``. Without
-        ``others``, the store consists of the folder only."""
+        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``. If
+        ``others`` is None, the store consists of the folder only."""
         self._folder = folder
         self._limits = limits
         self._others = others
@@ -128,10 +130,10 @@ class ModuleStore:
     ) -> StoredModule:
         """Stores a module for a tenant, unless it is already stored, and assigns ``tag`` to it.
 
-        Raises RequestError if the module is too large, is not valid, is not a controller of a
-        supported ABI, or does not fit into the tenant's remaining room. Raises UnavailableError if
-        too many modules are being compiled, or if the tenant would exceed its quota
-        ``upload_bytes``.
+        Raises RequestError if the module is too large, is not valid, or is not a controller of a
+        supported ABI. Also raises RequestError if the tenant does not have room for the module.
+        Raises UnavailableError if too many modules are being compiled, or if the tenant would
+        exceed its quota ``upload_bytes``.
         """
         if tag is not None:
             check_tag(tag)
@@ -166,15 +168,16 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            # After STORE_FAILED, the table may have the module, so the module's files stay.
+            # If the error is STORE_FAILED, the state worker may have changed the table, so the
+            # module's files stay.
             if error.code != Code.STORE_FAILED:
                 with self._locked():
                     self._drop_unused(module)
             raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
-        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other
-        module.
+        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from all other
+        modules.
 
         Raises ``conflict`` if another change has assigned one of the tags to a different module
         meanwhile.
@@ -216,8 +219,8 @@ class ModuleStore:
         """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.
 
         Raises ``unknown_controller``, whose message lists the existing names. Raises
-        UnavailableError if the state worker does not answer, unless ``name`` is a tag or a whole id
-        that the local copy has.
+        UnavailableError if the state worker does not answer and the local copy does not have
+        ``name`` as a tag or as a whole id.
 
         If the state worker does not answer, the name is looked up in the local copy. An id always
         denotes the same module, so a stream that names an id waits only for ``SHORT_S``. The first
@@ -377,7 +380,7 @@ class ModuleStore:
             self._drop_unused(module)
 
     def _drop_unused(self, module: str) -> None:
-        """Removes the files of a module, unless a tenant has it. Called under the lock."""
+        """Removes the files of a module, unless a tenant has the module. Called under the lock."""
         if not self._copies.use(module):
             self._file(module).unlink(missing_ok=True)
             self._compiled.drop(module)

@@ -1,11 +1,12 @@
-"""Finds the instructions of a Wasm module whose effects a copy of an instance may lack.
+"""Decides whether an instance of a Wasm module can be copied. Some instructions change state that a
+copy would not get. If the code has such an instruction, the instance cannot be copied.
 
-A copy has the memory, the globals and, if the code changes them, the tables of functions. The host
-cannot read which passive segments an instance has dropped, so an instance of a module that drops
-segments cannot be copied. One regular expression matches harmless instructions, and scans 16 MB in
-0.3 s. A function is scanned only if it contains the first byte of some other instruction. Source:
-WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide memory
-arguments and relaxed SIMD from the proposals that have been merged since.
+A copy gets the memory and the globals. It also gets the tables of functions if the code changes
+them. The host cannot find out which passive segments an instance has dropped. So an instance cannot
+be copied if the code drops segments. One regular expression matches harmless instructions, and
+scans 16 MB in 0.3 s. A function is scanned only if it contains the first byte of an instruction
+that is not harmless. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and
+tail calls, wide memory arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations

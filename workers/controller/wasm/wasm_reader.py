@@ -123,7 +123,7 @@ class Reader:
         raise WasmError(f"the number at byte {self.at} is too long")
 
     def name(self) -> str:
-        """A name: its size, and UTF-8."""
+        """Reads a name: its size in bytes, and then its text in UTF-8."""
         size = self.u32()
         start = self.at
         self.skip(size, "a name")

@@ -1,9 +1,9 @@
 """Trains the embedded model: ``python -m tokenbus.workers.gpu.embedded.train --out DIR``.
 
 Trains first the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
-parameters), on the text of ``corpus.py``, which includes Python's standard library. All random
-numbers have fixed seeds. With the same version of Python, the result is the same, except for
-rounding that depends on the machine.
+parameters). Both learn from the text of ``corpus.py``, which includes Python's standard library.
+All random numbers have fixed seeds. With the same version of Python, the result is the same, except
+for rounding that depends on the machine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ WARM_UP = 60
 STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
-"""Regular expression of the parts into which a text is split before BPE. A part is a newline with
-the indentation after it, a word with at most one space before it, a digit, other white space, or
-consecutive other characters."""
+"""Regular expression of the parts into which a text is split before BPE. A part is one of: a
+newline with the indentation after it, a word with at most one space before it, a digit, other white
+space, or several other characters."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -97,8 +97,8 @@ def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch
 def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
     """``steps`` batches of random windows of the row: ``[batch, length + 1]``.
 
-    In three of four batches the windows have a length of 512 tokens. In the fourth, they are as
-    long as the context.
+    In three of four batches the windows have a length of 512 tokens. In the fourth batch, the
+    windows are as long as the context.
     """
     chance = torch.Generator().manual_seed(SEED)
     for step in range(steps):
@@ -140,8 +140,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that transformers 4 does not have. Both versions can
-    # load the class that is written here.
+    # transformers 5 writes the name of a class that transformers 4 does not have. Both versions
+    # have the class whose name is written here.
     config = folder / "tokenizer_config.json"
     named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(named, indent=2) + "\n")

@@ -1,8 +1,9 @@
-"""Finds a request's stop strings in text that arrives in pieces (Aho and Corasick, 1975).
+"""Finds a request's stop strings in text that arrives in pieces, with an Aho-Corasick automaton
+(1975).
 
 The time for a character does not depend on the number and the length of the stop strings. The
-automaton is built while text is read: a request pays only for the states that its text reaches. In
-total, building takes at most a time proportional to the characters of all stop strings.
+automaton is built while text is read. Only the states that the text reaches are built. The total
+time to build it is at most proportional to the number of characters of all stop strings.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from typing import NamedTuple
 
 
 class State:
-    """The longest end of the text that is the beginning of a stop string."""
+    """A state of the automaton: the longest suffix of the text that is a prefix of a stop
+    string."""
 
     __slots__ = ("depth", "fail", "following", "match", "strings")
 
     def __init__(self, strings: list[str], depth: int, fail: State | None) -> None:
         self.strings = strings
-        """The stop strings that begin with this state's characters, in order."""
+        """The stop strings that begin with this state's characters, in alphabetical order."""
         self.depth = depth
         """Number of characters."""
         self.fail = fail
-        """The state of the longest shorter end of the text; None for the root."""
+        """The failure link: the state of the next shorter suffix of the text. None for the root."""
         inherited = fail.match if fail is not None else ""
         self.match: str = strings[0] if len(strings[0]) == depth else inherited
         """The longest stop string at the end of the text; empty if no stop string ends here."""
         self.following: dict[str, State] | None = None
-        """The states that are one character longer, by this character; None if the text has not
-        yet continued after this state."""
+        """The states that have this state's characters and one character more, by this last
+        character. None until the text continues after this state."""
 
     @property
     def prefix(self) -> str:
@@ -61,9 +63,10 @@ class StopStrings:
         self._expand(self.root)
 
     def advance(self, state: State, text: str) -> tuple[State, Found | None]:
-        """Returns the state after the new text, whose characters may become a longer stop string,
-        and the first stop string that ends in the new text. If several stop strings begin at the
-        same character, the shortest is returned."""
+        """Returns the state after the new text, and the first stop string that ends in the new
+        text. The characters of the state may be the beginning of a stop string, which later text
+        can complete. If several stop strings begin at the same character, the shortest is
+        returned."""
         found = None
         for end, char in enumerate(text, 1):
             state = self._next(state, char)
@@ -88,8 +91,9 @@ class StopStrings:
             state = state.fail
 
     def _expand(self, state: State) -> dict[str, State]:
-        # ``_next`` needs the following states of all states on the chain of ``fail``. Shorter
-        # states come first, because recursion could be as deep as the number of stop strings.
+        # ``_next`` follows the failure links, and needs ``following`` of each state on this chain.
+        # The loop expands the shortest state first. A recursion in place of the loop could be as
+        # deep as the number of stop strings.
         chain = []
         one: State | None = state
         while one is not None and one.following is None:

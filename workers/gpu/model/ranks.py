@@ -3,7 +3,7 @@
 Rank 0 is the worker. It schedules, samples, and communicates with the bus. The other ranks have
 their part of the weights and of the KV cache, and run the forwards that rank 0 sends. Transformers
 shards the model by its own plan. torch.distributed computes sums over the ranks, and pipes carry
-the commands. No named file is made, so a killed worker leaves nothing behind.
+the commands. No named file is made, so a killed worker leaves no file.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Ranks:
         self._together = threading.Lock()
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The ranks connect over a file without a name, not over a port, because a port that is free
-        # now may be taken before the ranks use it.
+        # The ranks connect over a file without a name. A port would not be safe: another process
+        # could take a free port before the ranks use it.
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(
@@ -166,8 +166,8 @@ class Ranks:
 
 
 MEETING_PLACE = "RANKS_MEET_AT"
-"""The environment variable with the path of the file over which torch.distributed connects the
-ranks."""
+"""The name of an environment variable. Its value is the path of the file over which
+torch.distributed connects the ranks."""
 
 
 def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:

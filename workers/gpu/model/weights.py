@@ -17,7 +17,7 @@ HASHED = 2**24
 
 
 def weights_version(model: Any) -> str:
-    """The version of the loaded weights: the first 32 hexadecimal digits of a SHA-256 of all
+    """The version of the loaded weights. It is the first 32 hexadecimal digits of a SHA-256 of all
     weights, with their names, types and shapes. If the model is spread over several devices, only
     this rank's parts are hashed.
 
@@ -31,8 +31,8 @@ def weights_version(model: Any) -> str:
 
 
 def version_of(tensors: Mapping[str, Any]) -> str:
-    """``weights_version`` of a model with these weights. Raises an exception if they cannot be
-    hashed."""
+    """``weights_version`` of a model with these weights. Raises an exception if the weights cannot
+    be hashed."""
     found = hashlib.sha256()
     for name, weight in sorted(tensors.items()):
         local = weight.to_local() if hasattr(weight, "to_local") else weight
@@ -46,7 +46,7 @@ def version_of(tensors: Mapping[str, Any]) -> str:
 
 def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
     """The tensors of which a weight consists. A quantized weight is a subclass of Tensor. It
-    consists of several plain tensors, but reports the properties of one."""
+    consists of several plain tensors, but reports the properties of a single tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

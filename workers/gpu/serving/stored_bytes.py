@@ -1,10 +1,10 @@
 """Bounds the memory of the requests at a GPU worker and of the entries that live streams store.
 
-A request counts from its arrival, also while its model is loaded or its texts are tokenized. A
-stream stores its request and its entries until it ends, for clients that attach and for brokers
-that claim it. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
-3 KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound.
-A request that exceeds the share of its client is refused, and a stream that exceeds it ends.
+A request counts from its arrival, also while its model is loaded or its texts are tokenized. Until
+its end, a stream stores its request and its entries. Clients that attach and brokers that claim the
+stream receive them. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
+3 KiB, and a request may have 128 sequences that wait for an input. So clients share a bound. A
+request that exceeds its client's share is refused, and a stream that exceeds the share ends.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class StoredBytes:
         self._streams: Counter[Stream] = Counter()
 
     def count(self, stream: Stream) -> str:
-        """Counts the new bytes of a stream. Returns an error message if the stream must end,
-        because its client exceeds its share. Otherwise returns an empty string."""
+        """Counts the new bytes of a stream. If the stream's client now exceeds its share, returns
+        the message of the error with which the stream must end. If not, returns an empty
+        string."""
         size = stream.long_bytes - self._streams[stream]
         if not size:
             return ""
@@ -76,8 +77,8 @@ class StoredBytes:
             return ""
         return (
             "the requests, log-probabilities, candidates, logs and writes of your waiting and "
-            f"running streams take {own + size} bytes at this worker, and those of all clients "
-            f"{self._total} of at most {self._most} (1/{MEMORY_PART} of the machine's memory, "
+            f"running streams take {own + size} bytes at this worker; all clients together take "
+            f"{self._total} of {self._most} bytes (1/{MEMORY_PART} of the machine's memory, "
             "divided by the setting gpu_workers); ask for fewer top_logprobs, or run fewer "
             "sequences at a time"
         )

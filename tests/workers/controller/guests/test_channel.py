@@ -123,7 +123,7 @@ def test_the_answers_of_a_process_have_a_bound_of_their_own() -> None:
     worker, guest = both_sides()
     thread = threading.Thread(target=lambda: guest.send(bytes(MAX_ANSWER_BYTES + 1)), daemon=True)
     thread.start()
-    with pytest.raises(ChannelClosed, match=f"all have {MAX_ANSWER_BYTES + 1}"):
+    with pytest.raises(ChannelClosed, match=f"all parts {MAX_ANSWER_BYTES + 1}"):
         worker.receive()
     guest.close()
     thread.join()

@@ -101,7 +101,7 @@ def test_a_module_is_refused_after_three_deaths_in_a_minute() -> None:
         deaths.check("tenant", "module")
         deaths.add("tenant", "module")
         now += 10
-    with pytest.raises(ControllerError, match="it is refused for 30 s") as caught:
+    with pytest.raises(ControllerError, match="the module is refused for 30 s") as caught:
         deaths.check("tenant", "module")
     assert caught.value.code == "quarantined"
     deaths.check("tenant", "another")

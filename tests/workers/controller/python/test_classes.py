@@ -177,7 +177,7 @@ class WithClone(OwnClone):
 
 def test_a_class_may_define_how_it_is_copied() -> None:
     run = play_class(OwnClone)
-    assert "it cannot be copied for a fork: cannot pickle 'generator'" in run.errors[0]
+    assert "cannot be copied for a fork: cannot pickle 'generator'" in run.errors[0]
     assert "override clone()" in run.errors[0]
     assert play_class(WithClone).text(1) == "copied"
 

@@ -120,7 +120,7 @@ def test_nan_and_infinity_end_the_sequence_with_an_error_that_names_the_token(
     dense: bool, value: float
 ) -> None:
     made = [("d", 0, 0.0)] if dense else []
-    with pytest.raises(ControllerError, match=f"its bias of token 7 is {value}; a bias is a"):
+    with pytest.raises(ControllerError, match=f"the bias of token 7 is {value}; a bias is a"):
         answered(operations(*made, ("s", 3, 1.0), ("s", 7, value)))
 
 
@@ -155,9 +155,9 @@ def test_pairs_may_come_in_any_order_and_the_host_checks_them() -> None:
     answer = guest.controller.mid_process((0,), mask)
     assert {t: v for t, v in enumerate(added(answer)) if v} == {9: 1.0, 4: -1.0}
     for error in (
-        "its bias has token 9 twice; a token has one value",
-        f"its bias has token 999; token ids of this model are 0 to {SIZE - 1}",
-        f"its bias has 4000 pairs; the vocabulary has {SIZE} tokens",
+        "the bias has token 9 twice; a token has one value",
+        f"the bias has token 999; token ids of this model are 0 to {SIZE - 1}",
+        f"the bias has 4000 pairs; the vocabulary has {SIZE} tokens",
         "outside its memory|beyond|memory",
     ):
         with pytest.raises(ControllerError, match=error):

@@ -171,14 +171,14 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 @pytest.mark.parametrize(
     ("case", "error"),
     [
-        ("tb_query(65, 0, 0)", "top of its query is 65"),
-        ("tb_query(0, named, 257)", "its query has 257 tokens; at most 256 are allowed"),
-        ("tb_query(0, &outside, 1)", f"a token of its query is 5000; .* 0 to {SIZE - 1}"),
+        ("tb_query(65, 0, 0)", "top of the query is 65"),
+        ("tb_query(0, named, 257)", "the query has 257 tokens; at most 256 are allowed"),
+        ("tb_query(0, &outside, 1)", f"a token of the query is 5000; .* 0 to {SIZE - 1}"),
         ("tb_query(0, (void *)0x7ffffffc, 9)", "memory"),
-        ("tb_override_temperature(-1)", "the temperature of its override is -1.0"),
-        ("tb_override_temperature(__builtin_inff())", "the temperature of its override is inf"),
-        ("tb_override_top_p(0)", "the top_p of its override is 0.0"),
-        ("tb_override_seed(1ull << 63)", "the seed of its override is 9223372036854775808"),
+        ("tb_override_temperature(-1)", "the temperature of the override is -1.0"),
+        ("tb_override_temperature(__builtin_inff())", "the temperature of the override is inf"),
+        ("tb_override_top_p(0)", "the top_p of the override is 0.0"),
+        ("tb_override_seed(1ull << 63)", "the seed of the override is 9223372036854775808"),
     ],
 )
 def test_a_wrong_query_or_override_ends_the_sequence(case: str, error: str) -> None:

@@ -82,8 +82,8 @@ def test_sample_with_bias_may_have_a_number_for_each_token(masked: bool) -> None
 @pytest.mark.parametrize(
     ("bias", "says"),
     [
-        ("[1,2]", "its bias has 2 values; the vocabulary has 3 tokens"),
-        ("[1,1e300,2]", "its bias of token 1 is inf"),
+        ("[1,2]", "the bias has 2 values; the vocabulary has 3 tokens"),
+        ("[1,1e300,2]", "the bias of token 1 is inf"),
         ('[1,"x",2]', "Expected `float | null`, got `str`"),
     ],
 )

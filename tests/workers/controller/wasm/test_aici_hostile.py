@@ -276,7 +276,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
     [
         (b"", "the storage command nothing"),
         (b"nonsense", "the storage command nonsense"),
-        (b"{}", "not exactly one command"),
+        (b"{}", "not exactly one storage command"),
         (b'{"DropVar":{"name":"a"}}', "unknown field `DropVar`"),
         (b'{"ReadVar":{}}', "missing required field `name`"),
         (b'{"ReadVar":{"name":"\xff\xfe"}}', "can't decode byte 0xff"),

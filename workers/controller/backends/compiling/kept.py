@@ -20,10 +20,10 @@ class _Entry(NamedTuple, Generic[T]):
 class Kept(Generic[K, T]):
     """Values by key. Thread-safe.
 
-    If the sum of all sizes exceeds ``max_size``, the least recently used value of the tenant with
-    the largest sum is removed. If there are more than ``max_values`` values, the least recently
-    used value of the tenant with the most values is removed. So a tenant with many grammars does
-    not evict the values of other tenants.
+    Each value has a size. If the sum of all sizes exceeds ``max_size``, a value of the tenant with
+    the largest sum is removed. If there are more than ``max_values`` values, a value of the tenant
+    with the most values is removed. In both cases, it is the least recently used value of this
+    tenant. So a tenant with many grammars does not evict the values of other tenants.
     """
 
     def __init__(self, max_values: int, max_size: int) -> None:
@@ -76,8 +76,9 @@ class Kept(Generic[K, T]):
                 self._drop(key)
 
     def _drop_one(self, of_tenants: Counter[str]) -> None:
-        """Removes one value. It is the least recently used value among those of the tenants that
-        have the largest number in ``of_tenants``."""
+        """Removes the least recently used value of the tenant with the largest number in
+        ``of_tenants``. If several tenants have this number, removes the least recently used value
+        of all of them."""
         largest = max(of_tenants.values())
         entries = self._entries.items()
         self._drop(next(key for key, entry in entries if of_tenants[entry.tenant] == largest))

@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures the time of one compilation. The time includes the wait until a process is free
-        to compile, because this wait delays the first mask of the request, too."""
+        """Measures the time of one compilation. The time includes the wait for a free process,
+        because this wait also delays the first mask of the request."""
         began = time.perf_counter()
         outcome = "failed"
         try:

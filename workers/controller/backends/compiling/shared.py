@@ -18,7 +18,7 @@ KEPT_REFUSALS = 256
 """Maximum number of refusals that are cached."""
 REFUSED_S = 60.0
 """Time for which a refusal is cached, in seconds. After this time the grammar is compiled again,
-because the compilation may have taken too long only on a busy machine."""
+because the machine may have been busy during the first compilation."""
 
 
 class _Flight(Generic[T]):
@@ -32,8 +32,9 @@ class _Flight(Generic[T]):
 
 class Shared(Generic[T]):
     """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
-    with this key wait for the result. Tenants do not share a compilation, because it may wait for
-    its tenant's turn (``turns.py``), and the requests of other tenants must not wait for this turn.
+    with this key wait for the result. Tenants do not share a compilation, because a compilation may
+    wait for its tenant's turn (``turns.py``). The requests of other tenants must not wait for this
+    turn.
 
     Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: during this time,
     the same grammar of the same tenant is refused without compiling it again.
@@ -50,11 +51,11 @@ class Shared(Generic[T]):
         """By tenant and key: the time until which the refusal is cached, and the refusal."""
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The result of ``make``, which this caller or another caller with the same tenant and key
-        has called.
+        """The result of ``make``. If another request with the same tenant and key is already
+        running its ``make``, waits for the result of that call and returns it.
 
-        Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
-        too long.
+        Raises the errors of ``make``. Raises UnavailableError if the other request's compilation
+        takes too long.
         """
         own = tenant_of_thread(), key
         with self._lock:

@@ -21,8 +21,8 @@ class Turns:
         self._most = max(1, slots - 1)
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
-        """The waiting requests of each tenant that has any. The tenant that gets the next turn
-        comes first."""
+        """The waiting requests by tenant; tenants without waiting requests are not included. The
+        tenant that gets the next turn comes first."""
         self._granted: Counter[str] = Counter()
 
     def acquire(self, tenant: str, timeout_s: float) -> bool:

@@ -1,8 +1,8 @@
 """Compiles the argument of ``regex``, ``choice`` or ``combination`` to tables, within a time limit.
 
-A compilation is first tried in the worker (``quickly``). If it takes too long, it is run in a
-separate process. Each function in ``MAKERS`` raises RequestError if its argument is not valid, or
-if compiling takes longer than the limit.
+A compilation is first tried in the worker (``quickly``). If it takes too long, it is stopped and
+runs again in a separate process. Each function in ``MAKERS`` raises RequestError if its argument is
+not valid, or if compiling takes longer than the limit.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # The error may mean that the compiler ran out of time. A compiler stops before the end of
-        # its time, because it reserves a share for finding the most expensive part of the argument.
+        # If most of the time is used up, the error may mean that the compiler ran out of time. A
+        # compiler stops before the end of its time, because it reserves a share for finding the
+        # most expensive part of the argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

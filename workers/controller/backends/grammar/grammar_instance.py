@@ -1,9 +1,8 @@
 """Runs a grammar over a vocabulary in a Wasm guest, for all sequences of a worker that have this
 grammar and this vocabulary.
 
-All these sequences share the guest's cache of masks. A mask's key in the cache is the lexer state
-and that part of the parser's stack on which the mask depends. The guest's source is in
-``grammars/guest``.
+All these sequences share the guest's cache of masks. The key of a mask is the lexer state and the
+part of the parser's stack on which the mask depends. The guest's source is in ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
 allowed."""
 FORCED: Final = 2
-"""Flag: only one byte can come next, the text is not complete, and every allowed token is a prefix
-of the longest allowed token."""
+"""Flag: the next byte is forced. Only one byte can come next, the text is not complete, and every
+allowed token is a prefix of the longest allowed token."""
 COMPLETE: Final = 4
 """Flag: the text may end here."""
 SINGLE: Final = 8
@@ -84,7 +83,7 @@ class GrammarInstance:
     """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
     ``place`` is the number of a sequence in the instance. Every failure raises ControllerError. If
-    the guest itself has failed (``dead``), all sequences of the instance have failed.
+    ``dead`` is true, the guest has failed, and so have all sequences of the instance.
     """
 
     def __init__(
@@ -176,8 +175,8 @@ class GrammarInstance:
 
     def mask(self, place: int, into: memoryview) -> int:
         """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``. If the
-        text is complete, the mask also allows the end of the sequence. Returns those of the flags
-        ``ANY``, ``FORCED``, ``COMPLETE`` and ``SINGLE`` that apply."""
+        text is complete, the mask also allows the end of the sequence. Returns a combination of the
+        flags ``ANY``, ``FORCED``, ``COMPLETE`` and ``SINGLE``."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
@@ -191,11 +190,12 @@ class GrammarInstance:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
-        in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
+        in one call. ``turns``: for each mask in ``masks``, the number of a sequence and its token.
 
-        A sequence takes part only if its token can follow and its next mask is cached, allows a
-        token, and does not force a text of several tokens. Returns which sequences took part; the
-        others are unchanged.
+        A sequence takes part only if its token can follow, and if its next mask is cached and has
+        the flag ``ANY``. A mask with ``FORCED`` must also have ``SINGLE``, and the text after its
+        single token must not be forced. Returns for each sequence whether it took part. A sequence
+        that did not take part is unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
@@ -235,8 +235,8 @@ class GrammarInstance:
 
     def forced(self, place: int) -> list[int]:
         """The forced tokens, for jump-forward: the tokenization of the text that must come next.
-        Tokens at the end of this text are left out if the model may also sample a longer token that
-        begins with their text."""
+        If the text of the last tokens may be the beginning of a longer allowed token, the last
+        tokens are left out. The model can then sample the longer token."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("forced")

@@ -1,12 +1,14 @@
-"""Constrains a text to the parts of a combination, one after another, if the combination cannot be
-compiled to one automaton.
+"""Runs a combination that cannot be compiled to one automaton. The parts of the combination
+constrain the text one after another.
 
 A plan gives each part a number, its *position*, and lists the positions that may follow each
 position, as in Glushkov's construction of automata. A part that may be repeated may have several
-positions. A sequence is in several positions at once if its text so far can be parsed in several
-ways. Each of these positions has its own controller, and the mask is the union of the controllers'
-masks. A token belongs to one part: no token spans the end of one part and the beginning of the
-next.
+positions.
+
+If the text so far can be parsed in several ways, the sequence is in several positions at once. Each
+of these positions has its own controller, and the mask is the union of the controllers' masks. A
+token belongs to one part: no token spans the end of one part and the beginning of the next. Tokens
+are *forced* if only their text may follow.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Start = Callable[[Part, Host], Constraint]
 @dataclass(slots=True)
 class Plan:
     """The parts of a combination by position. Each position in ``follow[p]`` may come after
-    position p. A text may begin with each position in ``first``, and end with each in ``last``."""
+    position p. A text may begin with each position in ``first``. It may end with each position in
+    ``last``."""
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
@@ -134,7 +137,8 @@ class PartsController:
         """Whether the text may end here, because a part may end here and this part may be the
         last."""
         self._closed = False
-        """Whether a part's controller has completed the text by closing it."""
+        """Whether the controller of a part has closed the text. To close a text means to complete
+        it early, because few tokens are left."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -165,7 +169,7 @@ class PartsController:
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
                 # A splice without a mask closes the text of this way. The splice becomes the
-                # answer, because ``max_tokens`` leaves no room for continuing in the other ways.
+                # answer, because ``max_tokens`` leaves no room for the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]

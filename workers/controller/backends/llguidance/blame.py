@@ -2,8 +2,8 @@
 
 The parts are compiled one by one, the largest first, each in a fork of this process with a short
 time limit. If a part fails in the same way as the whole grammar, the parts inside this part are
-tried. So the error for a schema that takes hours to compile names the smallest expensive part, and
-the error for an unsupported key names its place.
+tried. So if a schema would take hours to compile, the error names the smallest expensive part. If a
+schema has an unsupported key, the error names the place of the key.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TOO_MUCH = re.compile(
     "^compiling the grammar takes more|fuel exhausted|too large|too many|items; max"
     "|Unable to determine"
 )
-"""Error messages about excessive cost. Such an error counts as the same failure as a killed
-process, because a part may exceed llguidance's own limit before the limit of its process."""
+"""Matches error messages about excessive cost. Such an error is treated like a killed process,
+because a part may exceed a limit of llguidance before the limit of its process."""
 
 Schema = dict[str, Any]
 

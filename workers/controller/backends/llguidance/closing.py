@@ -1,6 +1,10 @@
 """Decides when to close the text of a sequence under an llguidance grammar, and with which tokens.
-A *completion* is a text that completes the text so far. To close a text means to append the tokens
-of a completion while ``max_tokens`` still has room for these tokens."""
+
+A *completion* is a text that completes the text so far. To *close* a text means to append the
+tokens of a completion while ``max_tokens`` still has room for them. Tokens are *spare* if
+``max_tokens`` allows them in addition to the completion. Tokens are *forced* if the grammar allows
+only their text next.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +22,43 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Number of spare tokens at which closing begins, or a sixteenth of ``max_tokens`` if that is less.
-Tokens are *spare* if they are not needed to complete the text. When closing begins under a schema,
-open values end as soon as they may, for example a string at the end of a word. Under a grammar that
-is not a schema, the completion is appended immediately."""
+"""Closing begins when only this number of spare tokens is left. If a sixteenth of ``max_tokens`` is
+less, that number applies instead. Under a schema, each open value then ends as soon as it may. For
+example, a string ends at the end of a word. Under a grammar that is not a schema, the completion is
+appended immediately."""
 LOOK_EVERY = 32
 """The completion of a text is computed again after a quarter of the spare tokens. If at most
 ``NEAR`` spare tokens are left, it is computed again after at most ``LOOK_EVERY`` tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed bytes of each token of a completion. A completion that certainly fits is not tokenized.
-Its number of tokens is estimated with this assumption."""
+"""Assumed bytes for each token of a completion. If a completion certainly fits, it is not
+tokenized. Its number of tokens is then estimated from its number of bytes."""
 AMPLE = 256
-"""``Grammar.growth`` takes long to compute. It is computed before the first sampled token only if
-few tokens are left in addition to the shortest text: at most ``AMPLE``, and at most
-``Grammar.max_growth``. Otherwise it is computed after the first sampled token."""
+"""``Grammar.growth`` takes long to compute, so it is usually computed after the first sampled
+token. It is computed earlier only if few tokens are spare at the beginning: not more than
+``AMPLE``, and not more than ``Grammar.max_growth``."""
 SHARED = 32
-"""Minimum number of bytes at the end of two completions whose tokens are reused."""
+"""If two completions have at least this number of last bytes in common, the tokens of these bytes
+are reused."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    If the text may end now, but may also continue with nearly any text, it is not closed. So it may
-    continue up to ``max_tokens``.
+    Some texts may end now, and may also continue with nearly any text. Such a text is not closed,
+    and may continue up to ``max_tokens``.
 
-    Under a schema, a token may begin items of arrays or objects. Each item extends the completion
-    of the text by at most the number of tokens that ``Grammar.growth`` gives. As long as the
-    remaining tokens have room for this growth, masks are not restricted. When the room is used up,
-    the completion of the text is computed. From then on, masks allow only tokens after which the
-    text can be completed (``near_end``).
+    Under a schema, a token may begin *items*: elements of arrays, or properties of objects. Each
+    item extends the completion by at most the number of tokens that ``Grammar.growth`` gives. While
+    the remaining tokens have room for this growth, masks are not restricted. When the room is used
+    up, the completion of the text is computed. From then on, masks allow only tokens after which
+    the text can be completed (``near_end``).
 
-    Under a grammar that is not a schema, the completion is computed at intervals that shrink with
-    the remaining room. If the completion does not fit any more, the text is cut back to the place
-    where a completion last fitted. The cut removes at most a quarter of the tokens that were left
-    at this place.
+    Under a grammar that is not a schema, the completion is computed at intervals. The intervals
+    become shorter as fewer tokens remain. If the completion does not fit any more, the text is cut
+    back to the length at which a completion last fitted. The cut removes at most a quarter of the
+    tokens that remained at this length.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -95,9 +100,9 @@ class Closing:
         self.end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
         self._most = host.max_tokens
-        """Maximum tokens of the text: ``max_tokens``, or one less. Token number ``max_tokens`` ends
-        a sequence even if its text is not complete, so this token is used only if the shortest text
-        needs it."""
+        """Maximum tokens of the text. If the shortest text needs all tokens, this is
+        ``max_tokens``. If not, it is one less. A sequence always ends at token number
+        ``max_tokens``, even if its text is not complete."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
@@ -130,8 +135,8 @@ class Closing:
         return other
 
     def append(self, tokens: Sequence[int], forced: bool) -> None:
-        """Records that tokens were appended to the text. ``forced``: the grammar allowed no other
-        tokens."""
+        """Records that tokens were appended to the text. ``forced``: whether the grammar allowed
+        only these tokens."""
         if self._item is None or self._lost or not tokens:
             return
         if self._restricts:
@@ -145,9 +150,9 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """Returns, for each token of a draft, the set of tokens to which the next mask is
-        restricted, or None if the next mask is not restricted. The list ends before the first place
-        where the completion must be computed."""
+        """Returns a list with an element for each token of a draft. The element is the set of
+        tokens that the mask after this token may allow, or None if this mask is not restricted. The
+        list ends before the first token after which the completion must be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -161,8 +166,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens that begin few enough items to complete all of them within ``credit`` tokens;
-        None if all tokens are allowed."""
+        """The tokens that are allowed if the completion may grow by at most ``credit`` tokens. They
+        begin only a few items. None if all tokens are allowed."""
         assert self._item is not None
         if credit > self._low:
             return None
@@ -197,8 +202,8 @@ class Closing:
             self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
-        """The answer that closes the text if no room for closing it would be left after the forced
-        tokens; else None."""
+        """The answer that closes the text now. None if there will be room for closing the text
+        after the forced tokens."""
         found, tokens = self._tokenized
         room = self._most - length
         if not self._restricts or room - len(tokens) > len(forced):
@@ -210,8 +215,8 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """The answer that closes the text if a later round could not close it. Otherwise returns
-        None, and schedules the next call."""
+        """Returns the answer that closes the text, if a later round might not be able to close it.
+        If a later round can close the text, returns None and schedules the next call."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):
@@ -232,8 +237,8 @@ class Closing:
             self._look_at_intervals(length)
             return None
         if takes is None and room > 0:
-            # A later search may find a completion, for example after the end of a string that this
-            # search cannot end.
+            # A later search may find a completion. For example, this search may not be able to end
+            # the current string.
             self._restricts = False
             self._set_credit(min(room, 4 * LOOK_EVERY))
             self._look_after(length, self._credit)
@@ -244,8 +249,8 @@ class Closing:
 
     def _begins(self, length: int) -> bool:
         """Computes the number of tokens by which one item extends the completion; returns whether
-        the text certainly has room for more items. The completion of the text so far is assumed to
-        be at most as long as the shortest text and one item."""
+        the text certainly has room for more items. The present completion is assumed to be at most
+        one item longer than the shortest text."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -298,7 +303,7 @@ class Closing:
 
     def _goes_back_to_start(self) -> bool:
         """Uses the shortest text of the grammar, at length 0, as the last completion. Returns False
-        if a search does not find this text, or if it does not fit in ``max_tokens``."""
+        if a search does not find this text, or if the text does not fit in ``max_tokens``."""
         tokens, text = self._grammar.shortest_tokens, self._grammar.shortest_text
         if tokens is None or text is None or len(tokens) > self._host.max_tokens:
             return False
@@ -335,8 +340,9 @@ class Closing:
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes, room: int) -> list[int] | None:
-        """The tokens of the completion ``found``; None if the vocabulary cannot write it. The
-        tokens may be more than ``room`` only if the tokenizer's own tokens are."""
+        """The tokens of the completion ``found``; None if the vocabulary cannot write it. If
+        reusing earlier tokens would give more than ``room`` tokens, the whole completion is
+        tokenized again."""
         text, tokens = self._tokenized
         if found == text:
             return tokens
@@ -348,9 +354,9 @@ class Closing:
         return written
 
     def _tokens_of(self, text: bytes) -> list[int] | None:
-        """The tokens of a completion; None if the vocabulary cannot write it. The tokens of a long
-        end that the completion shares with the last tokenized completion are reused. So there may
-        be one token more than if the whole completion was tokenized."""
+        """The tokens of a completion; None if the vocabulary cannot write it. If the completion has
+        a long end in common with the last tokenized completion, the tokens of this end are reused.
+        So the result may have one token more than the tokenization of the whole completion."""
         known, tokens = self._tokenized
         shared = _common_end(known, text)
         if shared < min(SHARED, len(text)):
@@ -371,8 +377,8 @@ class Closing:
             return None
 
     def _is_free(self, found: bytes) -> bool:
-        """Whether the text may end here and may continue with nearly any text, so that it is not
-        closed."""
+        """Whether the text may end here and may also continue with nearly any text. Such a text is
+        not closed."""
         if found or self._completion is None:
             return False
         with self._grammar.lock:

@@ -1,14 +1,15 @@
-"""Finds a short *completion*, a text that completes a given text under an llguidance grammar, by a
-bounded search over the grammar's masks.
+"""Finds a short *completion*: a text that completes a given text under an llguidance grammar. The
+search is bounded and uses the grammar's masks.
 
-llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
-vocabulary of the 256 bytes. Visiting one state of the matcher takes a microsecond.
+llguidance itself does not compute completions. A *matcher* of llguidance follows one text under a
+grammar, and computes the masks. The search uses a matcher of the same grammar over a vocabulary of
+the 256 bytes. Visiting one state of the matcher takes a microsecond.
 
 The search looks for the nearest *place* where a closing bracket, a comma or the closing quote of a
 string is allowed. The *way* to this place is the shortest sequence of bytes that leads there. The
-search appends the way and the bracket, comma or quote, and starts again, until the text may end. If
-a property's name may begin, the names that the schema requires are tried first. Every prefix that a
-grammar allows has a completion, so the search never backtracks.
+search appends the way, and then the bracket, comma or quote. It repeats this until the text may
+end. If a property's name may begin, the names that the schema requires are tried first. The search
+never backtracks, because every text that the grammar allows has a completion.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ MAX_NEAR = 200
 """Maximum states that are visited on the way to one place. After this number, the search takes the
 best way found so far."""
 FEW_NEAR = 16
-"""After visiting this many states on the way to one place, the search accepts any way, not only the
-shortest. In a string, it first tries matches of the schema's patterns. If a completion of an
-earlier text is known, they are tried at once."""
+"""After visiting this number of states on the way to one place, the search accepts any way, not
+only the shortest. In a string, it first tries matches of the schema's patterns. If a completion of
+an earlier text is known, it tries these matches immediately."""
 FEW_BYTES = 20
-"""If at most this many bytes may follow, each of them is tried."""
+"""If at most this number of different bytes may follow, each of them is tried."""
 FEW_BRANCHES = 4
-"""If at most this many bytes may follow, all of them have the same priority, even those that seem
-to lead to the same state."""
+"""If at most this number of different bytes may follow, all of them have the same priority, even
+bytes that seem to lead to the same state."""
 MAX_RUN = 1_024
 """Maximum number of times that one byte is repeated to fill a string."""
 FREE_BYTES = 128
-"""Text is free if more than this number of the 256 bytes are allowed next."""
+"""A text counts as free text if more than this number of the 256 bytes may follow."""
 MAX_SIMILAR = 100
 """Maximum number of similar completions that are tried if the values of the found completion do not
 pass the checks."""
 MAX_CHECKS = 20_000
-"""Maximum steps of the checks of these completions (``checking.budget.Budget``)."""
+"""Maximum steps of the checks of all similar completions together (``checking.budget.Budget``)."""
 BYTES_OF_CHECK = 8
-"""Number of bytes of such a completion that count as one step."""
+"""Number of bytes of a similar completion that count as one step of its check."""
 MAX_TAILS = 8
 """Maximum suffixes of the last completion that are tried at each place."""
 
@@ -91,8 +92,8 @@ _LISTED = sum(_CLASSES)
 _DIGITS, _ZERO = _bits("0123456789"), _bits("0")
 
 _STAY, _ADVANCED = -1, -2
-"""Values of ``_Way.byte`` for a way that has no next byte yet: ``_STAY`` before the way's forced
-bytes are appended, ``_ADVANCED`` afterwards."""
+"""Values of ``_Way.byte`` for a way whose next byte has not been chosen yet: ``_STAY`` before the
+forced bytes are appended to the way, ``_ADVANCED`` afterwards."""
 _Mask = int
 
 
@@ -116,15 +117,15 @@ class Completions:
         self._names: list[bytes] | None = None
         self._shortest: bytes | None = None
         self.counts_names = counts_names(grammar)
-        """Whether a name may occur only once in an object of a completion."""
+        """Whether names are counted. If so, an object of a completion must not repeat a name."""
 
     def start(self) -> Completion:
         """A ``Completion`` of the empty text."""
         return Completion(self, self._matcher.deep_copy())
 
     def shortest(self, until: float) -> bytes | None:
-        """A completion of the empty text. Suffixes of this completion are tried as completions of
-        other texts."""
+        """A completion of the empty text. Later searches try suffixes of this completion for other
+        texts."""
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
             found = _Search(self, matcher, 0, b"").run(b"", until)
@@ -132,7 +133,8 @@ class Completions:
         return self._shortest
 
     def distinct(self, text: bytes, found: bytes | None, matcher: LLMatcher) -> bytes | None:
-        """The completion ``found`` of a text, without repeated names if names are counted."""
+        """The completion ``found`` of a text. If ``counts_names`` is true, repeated names are
+        replaced."""
         if found is None or not self.counts_names:
             return found
         return with_distinct_names(text, found, partial(_completes, matcher))
@@ -165,18 +167,19 @@ class Completion:
         """The bytes of the current string so far; empty if the text does not end in a string."""
         self._known: bytes | None = None
         self._since = 0
-        """Number of bytes that were appended since the last completion was found; 0 if this
-        completion began with the appended bytes, which were then removed from it."""
+        """Number of bytes that were appended since the last completion was found. If the completion
+        began with the appended bytes, they were removed from the completion, and the number is
+        0."""
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
-        """The whole text if names are counted; otherwise empty."""
+        """The whole text; empty if names are not counted."""
         self._walk = Walk()
         self._checked = b""
-        """The whole text if its values are checked; otherwise empty."""
+        """The whole text; empty if its values are not checked."""
         self.steps = 0
-        """Number of states that searches have visited, and of completions whose values were
-        checked."""
+        """The number of states that searches have visited, plus the number of completions whose
+        values were checked."""
 
     def copy(self) -> Completion:
         """A copy with the same text and completion."""
@@ -209,20 +212,21 @@ class Completion:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text ends in a string of JSON, and not after its backslash."""
+        """Whether the text ends in a string of JSON, but not after a backslash."""
         return self._quoted == 1
 
     def keep(self, known: bytes) -> bool:
-        """Uses ``known`` as the completion if these bytes complete the text; returns whether they
-        do."""
+        """If the bytes ``known`` complete the text, stores them as the completion. Returns whether
+        these bytes complete the text."""
         if not self.fits(known):
             return False
         self._known, self._since = known, 0
         return True
 
     def fits(self, text: bytes, budget: Budget | None = None) -> bool:
-        """Whether these bytes complete the text, without a repeated name if names are counted, and
-        with values that pass the checks. ``budget``: the steps of several checks together."""
+        """Whether these bytes complete the text and the values of the whole text pass the checks.
+        If names are counted, no name may be repeated. ``budget``: the steps that several checks
+        share."""
         return (
             _completes(self._matcher, text)
             and not (self._shared.counts_names and repeated(self._text + text, len(self._text)))
@@ -230,8 +234,9 @@ class Completion:
         )
 
     def obeying(self, found: bytes | None, budget: Budget | None = None) -> bytes | None:
-        """The completion ``found``, or a similar completion, whose values pass the checks; None if
-        no such completion is found. ``budget``: the steps of several checks together."""
+        """Returns the completion ``found`` if its values pass the checks. If they do not, returns a
+        similar completion whose values pass, or None if no such completion is found. ``budget``:
+        the steps of several checks together."""
         if found is None or self._shared.checks is None:
             return found
         budget = budget or Budget(MAX_CHECKS)
@@ -281,8 +286,8 @@ class Completion:
             known, since = self._shared.shortest(until) or b"", 0
         elif not since:
             return known
-        # In free text, the last completion still completes the text. In a date, the appended bytes
-        # replace the first bytes of the last completion.
+        # In free text, the last completion still completes the longer text. In a date, the appended
+        # bytes replace the first bytes of the last completion.
         for text in (known, known[since:]) if since else ():
             if self.fits(text, budget):
                 self._known, self._since = text, 0
@@ -296,13 +301,15 @@ class Completion:
 
 
 class _Way(NamedTuple):
-    """A way to the next place (see the module), as far as the search has followed it."""
+    """The beginning of a way to the next place (see the module's docstring), as far as the search
+    has followed this way."""
 
     length: int
     others: int
-    """Number of bytes of the way before which other bytes were tried in the same state."""
+    """Number of bytes of the way that were not the first choice: other bytes were tried earlier in
+    the same state."""
     repeats: int
-    """Number of bytes of the way that lead to the same mask as a byte that was tried earlier in the
+    """Number of bytes of the way that led to the same mask as a byte that was tried earlier in the
     same state."""
     byte: int
     """The next byte of the way, or ``_STAY``, or ``_ADVANCED``."""
@@ -330,8 +337,8 @@ class _Search:
         self.steps = 0
         self._until = math.inf
         self._known = False
-        """Whether a completion of an earlier text is known, so that this search need not find the
-        shortest."""
+        """Whether a completion of an earlier text is known. Then this search does not have to find
+        the shortest completion."""
         self._tails: list[bytes] = []
         """Suffixes of an earlier completion that are tried after the opening quote of a string."""
 
@@ -372,8 +379,8 @@ class _Search:
         return False
 
     def _name(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Completes the current string to a required name if one fits. Returns whether it was
-        completed."""
+        """Completes the current string to a required name if one fits. Returns whether the string
+        was completed."""
         begun = _string(self._string, 1, path)
         quote = 1 + len(begun)
         before = (self._path[-quote - 2 :] + path)[:-quote]
@@ -388,7 +395,7 @@ class _Search:
 
     def _match(self, matcher: LLMatcher, path: bytes) -> bool:
         """Completes the current string to a match of one of the schema's patterns if one fits.
-        Returns whether it was completed."""
+        Returns whether the string was completed."""
         string = _string(self._string, 1, path)
         ends = {end for one in self._shared.patterns for end in one.ends(string)}
         for end in sorted(sorted(ends), key=len):
@@ -521,8 +528,8 @@ class _Search:
 
 
 def _changes(matcher: LLMatcher, mask: _Mask, byte: int, number: int) -> int | None:
-    """None if the mask is the same after a byte is repeated ``number`` times. Otherwise a number of
-    repetitions after which the mask is different."""
+    """Returns a number of repetitions of a byte after which the mask is different. Returns None if
+    the mask is still the same after ``number`` repetitions."""
     run = [byte] * number
     allowed: int = matcher.validate_tokens(run)
     if allowed < number:
@@ -562,8 +569,8 @@ def _string(string: bytes, quoted: int, text: bytes) -> bytes:
     ``Completion._quoted``."""
     if not quoted:
         return b""
-    # An escaped quote also counts as the beginning of a string, so that a match of a pattern may
-    # begin after it.
+    # An escaped quote also counts as the beginning of a string. So a match of a pattern may begin
+    # after this quote.
     _, quote, inside = text.rpartition(b'"')
     return inside if quote else string + text
 

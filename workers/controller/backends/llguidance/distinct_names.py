@@ -1,6 +1,6 @@
 """Finds and replaces names that occur twice in one object of JSON.
 
-llguidance counts each occurrence of a name towards ``minProperties``. A reader of the JSON counts a
+llguidance counts each occurrence of a name towards ``minProperties``. But a JSON parser counts a
 repeated name only once. So under a schema with a ``minProperties`` of at least 2, the completion of
 a text (``completion.py``) must not repeat a name.
 """
@@ -77,8 +77,9 @@ def _repeated(text: bytes, begin: int) -> Iterator[Name]:
 
 
 def _others(name: bytes) -> Iterator[bytes]:
-    """Candidates for another name: single characters, then the name with another last character,
-    with one more character, and with two characters in place of the last."""
+    """Candidates for another name, in this order: single characters; the name with another last
+    character; the name with one more character; the name with two characters in place of the last
+    one."""
     yield from _CHARACTERS
     for one in _CHARACTERS:
         yield name[:-1] + one

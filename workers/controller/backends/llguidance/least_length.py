@@ -1,8 +1,8 @@
-"""Computes an upper bound of the length of a JSON schema's shortest value from the schema, without
-a search.
+"""Computes an upper bound of the length of the shortest value that matches a JSON schema. The bound
+is computed from the schema alone, without a search.
 
-If the bound is far below ``max_tokens``, the text can begin before the shortest value is known. If
-a schema has alternatives, the bound counts everything that at least one of them requires.
+If the bound is far below ``max_tokens``, the text can begin before a search has found the shortest
+value. If a schema has alternatives, the bound includes the requirements of all alternatives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ limits in the schema are very large or very near to 0."""
 FORMAT = 64
 """Maximum characters of the shortest string of any ``format``."""
 ESCAPED = 2
-"""Assumed bytes for each character of a pattern in the shortest match. Few characters need more."""
+"""Assumed number of bytes that each character of a pattern adds to the shortest match. Few
+characters add more."""
 
 UNKNOWN_BYTES = 256
 """Assumed bytes of an item whose bound is unknown."""
@@ -57,14 +58,15 @@ _LEADING_ON = frozenset((*_OPTIONS, "$ref"))
 
 
 class Growth(NamedTuple):
-    """Maximum numbers of bytes by which the shortest completion of a text grows, computed from the
+    """Bounds of the growth of a text's shortest completion, in bytes. They are computed from the
     schema alone."""
 
     item: int
-    """The growth when a text begins one item of an array, or one property including its name."""
+    """The maximum growth when the text begins one item: an element of an array, or a property
+    including its name."""
     string: int
-    """The growth in one string that has to match a pattern or a format; 0 if the schema has no such
-    string."""
+    """The maximum growth within one string that has to match a pattern or a format; 0 if the schema
+    has no such string."""
 
 
 class _UnknownError(Exception):
@@ -137,7 +139,7 @@ def _of_item(lengths: _Lengths, schema: Any) -> int:
 
 class _Lengths:
     def __init__(self, root: Any, inside: int | None = None) -> None:
-        """``inside``: the assumed bytes of a value that contains itself; without ``inside``,
+        """``inside``: the assumed bytes of a value that contains itself. If ``inside`` is None,
         such a value raises an error."""
         self._root = root
         self._inside = inside

@@ -1,4 +1,6 @@
-"""The controller of a sequence that is constrained by an llguidance grammar."""
+"""The controller of a sequence that is constrained by an llguidance grammar. Tokens are *forced* if
+only their text may follow. To *close* a text means to complete it before ``max_tokens`` are used
+up. A *draft* is a list of tokens that the GPU worker expects next."""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class MatcherController:
         self._name = name
         self._text = list(text)
         self._checked = grammar.checked_text() if checked is None else checked
-        """The text, if masks do not enforce all of its schema; otherwise None."""
+        """The text whose values are checked (``checked_text``). None if masks enforce the whole
+        schema."""
         self._forced = False
         """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
@@ -59,8 +62,8 @@ class MatcherController:
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """A buffer for masks if llguidance's vocabulary has one token more than the model's;
-        otherwise None."""
+        """A buffer for masks, if llguidance's vocabulary has one token more than the model's. None
+        if both have the same tokens."""
 
     @property
     def shortest(self) -> Sequence[int] | None:
@@ -91,9 +94,10 @@ class MatcherController:
         """Writes the token mask, or returns a splice of forced tokens or of tokens that close the
         text. Stops if only the end of the sequence may follow.
 
-        compute_ff_tokens keeps Python's lock, and computing a mask does not. If a token is forced,
-        the mask allows only this token. So compute_ff_tokens is called at the beginning of a text,
-        and later only if the mask has few nonzero words (u32).
+        llguidance's compute_ff_tokens, which computes forced tokens, keeps Python's lock. Computing
+        a mask does not. If a token is forced, the mask allows only this token. So compute_ff_tokens
+        is called at the beginning of a text, and later only if the mask has few nonzero words
+        (u32).
         """
         if self.closing.end is not None:
             return COMPLETE
@@ -126,8 +130,8 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token of ``max_tokens`` is left, so that another round follows. That round closes
-            # the text if ``max_tokens`` would otherwise cut it off.
+            # At least one token of ``max_tokens`` is left, so that another round follows. If
+            # necessary, that round closes the text.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
@@ -212,9 +216,9 @@ class MatcherController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
-        string counts."""
+        """Returns ``closed`` if closing has changed the text, and ``complete`` if the grammar
+        accepts the unchanged text. Returns ``cut`` if the text is neither. If ``stop`` is given,
+        only the text before this stop string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher, checked = self._matcher, self._checked

@@ -1,7 +1,9 @@
-"""Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share.
+"""Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share. A
+*matcher* follows one text under a grammar, and computes the masks.
 
-Source: llguidance (an Earley parser over a lexer of regular-expression derivatives; masks by a walk
-of the token trie, with precomputed slices of the vocabulary).
+Source: llguidance. It parses with Earley's algorithm, matches lexemes with derivatives of regular
+expressions, and walks the token trie to compute masks. It has precomputed masks for slices of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Weakened(NamedTuple):
     schema: str
     """The schema as JSON."""
     places: list[Path]
-    """The weakened places (``protocol.json_schema.relaxing``)."""
+    """The places in the schema where keywords were left out (``protocol.json_schema.relaxing``)."""
 
 
 Found = tuple[bytes | None, list[int] | None]
@@ -90,17 +92,17 @@ class _Wrapper:
 
 
 class Tokens:
-    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. If a
-    vocabulary does not have such a token, an additional token after its last token ends the text.
-    The bit of the additional token is cleared in each mask."""
+    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. If
+    the vocabulary does not have such a token, llguidance gets one additional token, which ends the
+    text. The bit of the additional token is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about 0.4 s for 131,072 tokens, and keeps Python's lock during this time."""
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # The wrapper must not refer to ``self``. llguidance refers to the wrapper, and the garbage
-        # collector could not free such a cycle, because it does not see llguidance's references.
+        # The garbage collector does not see llguidance's reference to the wrapper. If the wrapper
+        # referred to ``self``, the garbage collector could not free the cycle.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -110,8 +112,8 @@ class Tokens:
         )
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Number of nonzero words of ``only_end``, but at least 1. A mask that allows at most one
-        token, or only the end of the sequence, has at most this number of nonzero words."""
+        """Number of nonzero words of ``only_end``, but at least 1. If a mask forces a single token,
+        or allows only the end of the sequence, it has at most this number of nonzero words."""
         self.vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._ending: EndingTokens | None = None
@@ -143,8 +145,8 @@ class Grammar:
     """A grammar, compiled for one tenant. All matchers of the grammar share the lexer's states, so
     only one of them may run at a time, and they all fail if one of them fills the lexer.
 
-    ``lock`` is held around each call of any of these matchers. llguidance has such a lock too, but
-    a thread that waits for llguidance's lock keeps Python's lock.
+    ``lock`` is held during each call of a matcher. llguidance has such a lock too, but a thread
+    that waits for llguidance's lock keeps Python's lock.
     """
 
     def __init__(
@@ -185,9 +187,9 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """An estimate of the maximum number of tokens by which one item of an array, or one
-        property, extends the completion of a text. It is computed from the length of the schema,
-        which takes less time than computing ``growth``."""
+        """An estimate of the maximum number of tokens by which one item extends the completion of a
+        text. An item is an element of an array, or a property. The estimate is computed from the
+        length of the schema, which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
@@ -215,16 +217,16 @@ class Grammar:
         return self._shortest
 
     def searched(self) -> bytes | None:
-        """The shortest text if a search in this process finds it within ``SEARCH_S``; otherwise
-        None."""
+        """The shortest text. None if a search in this process does not find it within
+        ``SEARCH_S``."""
         if not self._plain:
             return None
         with self.lock:
             return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
     def obeying(self, found: bytes | None) -> bytes | None:
-        """The whole text ``found`` if its values pass the checks, or else a similar text whose
-        values pass them; None if no such text is found."""
+        """Returns the whole text ``found`` if its values pass the checks. If they do not, returns a
+        similar text whose values pass, or None if no such text is found."""
         with self.lock:
             return self._all_completions().start().obeying(found)
 
@@ -268,8 +270,8 @@ class Matchers:
     def __init__(
         self, processes: Processes | None = None, meter: CompileMeter | None = None
     ) -> None:
-        """``processes`` check each new grammar that may be expensive before the worker compiles it.
-        ``meter`` measures the time of compiling."""
+        """Before the worker compiles a new grammar that may be expensive, ``processes`` check the
+        grammar. ``meter`` measures the time of compiling."""
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
@@ -318,7 +320,8 @@ class Matchers:
     ) -> Grammar:
         tokens = self._tokens_of(vocabulary)
         schema = _schema_of(grammar)
-        # A relaxed schema does not have this bound, because its shortest value may fail the checks.
+        # This bound is not used for a relaxed schema, because its shortest value may fail the
+        # checks.
         least = None if schema is None or weakened is not None else least_bytes(schema)
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
@@ -349,8 +352,8 @@ class Matchers:
         """The shortest text of a compiled grammar, and its tokens; both are None if a search does
         not find a text that the vocabulary can write.
 
-        Simultaneous requests share one search; the requests that wait for it free their threads'
-        slots (``pool.waiting``).
+        Simultaneous requests share one search. A request that waits for the search frees its
+        thread's slot (``pool.waiting``).
         """
         return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 
@@ -388,8 +391,8 @@ def _name_of(vocabulary: Vocabulary) -> object:
 
 
 def _schema_of(grammar: str) -> object | None:
-    """The schema of an ``LLMatcher.grammar_from_json_schema`` text, unless it is very long; None
-    for other grammars."""
+    """The schema of an ``LLMatcher.grammar_from_json_schema`` text. None if the schema is very
+    long, and for other grammars."""
     if len(grammar) > MAX_TEXT:
         return None
     try:

@@ -1,10 +1,9 @@
 """Finds short matches of a schema's patterns, and the names that the schema requires. The search
-for a short completion (``completion.py``) tries these texts, because masks rarely lead the search
-to them.
+for a short completion (``completion.py``) tries these texts.
 
-A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
-so that masks do not lead a search to the match. The results of this module are only candidates,
-which the matcher accepts or rejects.
+Masks rarely lead the search to these texts. For example, a pattern that may match anywhere in a
+string allows nearly every byte until its match is complete. The results of this module are only
+candidates, which the matcher accepts or rejects.
 """
 
 from __future__ import annotations

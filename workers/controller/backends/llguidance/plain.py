@@ -1,7 +1,7 @@
-"""Decides whether llguidance certainly compiles a JSON schema quickly. The check looks for the
-properties of a schema that make llguidance slow.
+"""Decides whether llguidance certainly compiles a JSON schema quickly. Such a schema is called
+*plain*. The check looks for features of a schema that make llguidance slow.
 
-A schema has bounded time and stack if all of this holds:
+Compiling a schema takes bounded time and stack if all of this holds:
 
 - its text has a moderate length and depth
 - each intersection (``allOf``, and keywords next to ``anyOf``, ``oneOf`` or ``$ref``) has few
@@ -30,7 +30,7 @@ MAX_LEVELS = 400
 kB of llguidance's stack."""
 MAX_NODES = 1_500
 """Maximum objects and booleans of a schema. The slowest schema with this number is one object whose
-properties are the other objects or booleans: llguidance compares the properties in pairs, which
+properties are the other objects or booleans. llguidance compares the properties in pairs, which
 takes 0.2 s of CPU time."""
 MAX_VALUES = 3_000
 """Maximum values of a schema: members of objects, and elements of arrays. The slowest schema with
@@ -269,9 +269,9 @@ def _is_short(pattern: str) -> bool:
 
 
 def unrolled(pattern: str) -> tuple[int, int]:
-    """The approximate numbers of characters of a pattern if each ``{least,most}`` is written out:
-    with the least repetitions, and with the most. They are approximate because the pattern may not
-    be valid."""
+    """The number of characters of a pattern if each ``{least,most}`` is written out: first with the
+    least number of repetitions, then with the most. The numbers are approximate, because the
+    pattern may not be valid."""
     if "{" not in pattern:
         return len(pattern), len(pattern)
     groups: list[tuple[int, int]] = []

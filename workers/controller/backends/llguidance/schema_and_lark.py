@@ -52,12 +52,13 @@ order in which they are taken (``protocol.json_schema.relaxing``)."""
 
 
 MAX_EMPTY = 4
-"""Maximum number of targets of references that are found to allow no value."""
+"""Maximum number of references of a schema whose targets allow no value."""
 _EMPTY = re.compile(rf"^{UNSATISFIABLE}.*, at the reference (\S+)$")
 """Matches the error about the target of a reference that allows no value. llguidance refuses such a
-reference even where it is optional."""
+reference even if its value is optional."""
 _UNBLAMED = (*MEASURES, UNSATISFIABLE)
-"""Errors after which a schema is relaxed, so that its faulty part is not searched."""
+"""Errors after which a schema is relaxed. There is no search for the faulty part after such an
+error."""
 
 
 class _Relaxed(NamedTuple):
@@ -106,7 +107,7 @@ class JsonSchemaProgram:
         except RefusedGrammar as error:
             found = self._relaxed_grammar(host, schema, str(error))
         if found is None:
-            # This call raises the error, with the faulty part of the schema.
+            # This call raises the error again, now with the faulty part of the schema.
             return self._matchers.get(host.vocabulary, grammar, "json_schema")
         size = len(found.grammar) + len(schema)
         self._relaxed.add(tenant_of_thread(), key, (found.grammar, found.weakened), size)

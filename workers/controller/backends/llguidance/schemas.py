@@ -103,9 +103,9 @@ class Rewriting:
     def relaxed(
         self, text: str, measures: frozenset[Measure], empty: list[str]
     ) -> tuple[str, Weakened | None]:
-        """The relaxed form of a schema, and the schema with its weakened places; None if masks
-        enforce the whole schema. ``empty``: references whose targets allow no value. Raises the
-        errors of ``implemented``."""
+        """The relaxed form of a schema, and the schema with the places where keywords were left
+        out. The second value is None if masks enforce the whole schema. ``empty``: references whose
+        targets allow no value. Raises the errors of ``implemented``."""
         task = msgspec.json.encode(_Relaxing(text, sorted(measures), empty))
         found = json_decoder(_Relaxed).decode(self._processes.run("relax", task))
         return found.schema, Weakened(text, found.places) if found.places else None

@@ -133,8 +133,8 @@ def _is_finite(automaton: Dfa) -> bool:
     for targets in following:
         for target in targets:
             left[target] += 1
-    # Kahn's algorithm removes states into which no transitions are left. The states of a cycle are
-    # never removed.
+    # Kahn's algorithm repeatedly removes a state without incoming transitions. The states of a
+    # cycle are never removed.
     removed, free = 0, [state for state in range(automaton.num_states) if not left[state]]
     while free:
         removed += 1

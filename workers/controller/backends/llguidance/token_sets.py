@@ -1,5 +1,5 @@
-"""Sets of a vocabulary's tokens. When a JSON text must be completed soon, masks are restricted to
-such sets."""
+"""Sets of a vocabulary's tokens. When a JSON text must be completed soon, masks allow only tokens
+of such a set."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TokenSets:
         """Tokens that begin at most ``SOME_STARTS`` items."""
         self.whole = words_of(whole, words)
         """Tokens that are content of a JSON string and consist of whole characters and escapes. In
-        a string without a pattern, such a token does not change the text that completes the
-        JSON."""
+        a string without a pattern, the same text completes the JSON before and after such a
+        token."""
         self.ending = words_of(ending, words)
         """Tokens of ``whole`` that continue a word: they do not contain white space."""
         self.single = words_of([by_text[one] for one in by_text if len(one) == 1], words)

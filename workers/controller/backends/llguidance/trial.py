@@ -1,10 +1,10 @@
 """Checks whether llguidance can compile a grammar, and defines the bounds that llguidance applies
 to each grammar.
 
-llguidance's own bounds do not cover its time and memory completely. So a new grammar is first
+llguidance's own bounds do not limit its time and memory completely. So a new grammar is first
 compiled in a separate process with bounded time and memory (``compiling.processes``), for a
-vocabulary of bytes. This process also starts a text with the first tokens that the grammar allows.
-Plain schemas (``plain``) are compiled without this check.
+vocabulary of bytes. This process also begins a text with the first tokens that the grammar allows.
+Plain schemas (``plain.py``) are compiled without this check.
 """
 
 from __future__ import annotations

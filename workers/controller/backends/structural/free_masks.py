@@ -1,7 +1,7 @@
 """Computes the token masks of the parts of a structure that have no schema: free text and literal
 texts.
 
-In free text nearly all tokens are allowed. A *watched text* is a text that is forbidden, or that
+In free text, nearly all tokens are allowed. A *watched text* is a text that is forbidden, or that
 begins or ends a part. A token may be forbidden only if it contains a watched text, or the rest of a
 watched text that has begun. Binary search in the sorted tokens finds these tokens. The structure's
 automaton checks each of them byte by byte. All other tokens are allowed.
@@ -123,7 +123,7 @@ class FreeMasks:
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The tokens with which all literal texts that may follow begin; empty if these texts
+        """The tokens with which every possible next literal text begins; empty if these texts
         differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
@@ -153,8 +153,8 @@ class FreeMasks:
         return found
 
     def follow(self, state: State, data: bytes) -> State:
-        """The state after a token with the bytes ``data``. The state is dead if the token spans two
-        parts of which one is JSON."""
+        """The state after a token with the bytes ``data``. The state is dead (nothing may follow)
+        if the token spans two parts and one of them is JSON."""
         marked = self.marks(state).search(data)
         if marked is None:
             return state
@@ -209,8 +209,8 @@ class FreeMasks:
         return self.follow(state, data).mode != "dead"
 
     def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that contain a watched text, or that may continue a watched text that has begun,
-        with their bytes."""
+        """The tokens that contain a watched text, or that may continue a watched text that has
+        begun. Each token comes with its bytes."""
         table = self.table
         places: set[int] = set()
         for text in self.automaton.watched(state):
@@ -232,8 +232,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow. Each is the part of a tag's begin, or of a tag's end,
-        that has not been written yet."""
+        """The literal texts that may follow. Each is the rest of a text that begins or ends a tag:
+        the bytes that have not been written yet."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

@@ -33,8 +33,8 @@ class StructuralProgram:
     calls (``protocol.structure``)."""
 
     def __init__(self, others: Mapping[str, ConstraintProgram]) -> None:
-        """``others``: by name, the constraints that may limit a value of a structure (the JSON of a
-        tag, or the rest of the answer)."""
+        """``others``: the constraints that may limit a value of a structure, by name. A value is
+        the JSON of a tag, or the rest of the answer."""
         self._others = others
         self._lock = threading.Lock()
         self._tables_lock = threading.Lock()

@@ -3,10 +3,10 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/beams.c -o beams.wasm
 //
 // The argument is "WIDTH TOKENS": the number of beams and the length of the text. Each beam is a
-// sequence. It reads the distribution of the next token, writes the likeliest tokens and its score to
-// a variable, and is suspended until all beams have written. Then all beams choose the same
-// continuations: a beam with several continuations forks, and a beam without a continuation stops.
-// The last step leaves one sequence, the result.
+// sequence. In each step, it reads the distribution of the next token, writes the likeliest tokens
+// and its score to a variable, and suspends until all beams have written. All beams then compute the
+// same choice of continuations. A beam with several chosen continuations forks, and a beam without
+// one stops. After the last step, only the sequence with the result remains.
 #include "tokenbus.h"
 
 enum { MAX_WIDTH = 16 };

@@ -1,9 +1,10 @@
-"""Beam search: each step keeps the likeliest of all continuations of all beams.
+"""Beam search: each step continues all beams, and keeps the likeliest continuations.
 
-Each beam is a sequence. It reads the distribution of the next token, writes the likeliest tokens
-and its score to a variable, and is suspended until all beams have written. Then all beams choose
-the same continuations: a beam with several continuations forks, and a beam without a continuation
-stops. The last step leaves one sequence, the result.
+Each beam is a sequence. In each step, the beam reads the distribution of the next token and writes
+the likeliest tokens and its score to a variable. It then suspends until all beams have written. All
+beams then compute the same choice of continuations. A beam with several chosen continuations forks.
+A beam without a chosen continuation stops. After the last step, only the sequence with the result
+remains.
 
     tokenbus controller serve beams:Beams
     tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'

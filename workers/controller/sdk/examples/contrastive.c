@@ -3,9 +3,9 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/contrastive.c -o contrastive.wasm
 //
 // The argument is "ENTROPY PENALTY", for example "1.0 1.0". If the entropy is above ENTROPY nats,
-// the sampled token is replaced by the token with the greatest score among the likeliest. A score
-// is the log-probability minus PENALTY for each token that would be repeated. contrastive.py is the
-// same in Python.
+// one of the likeliest tokens replaces the sampled token: the token with the greatest score. The
+// score is the log-probability minus PENALTY for each token that would be repeated. contrastive.py
+// is the same in Python.
 #include "tokenbus.h"
 
 enum { TOP = 8, MAX_REPEATED = 4 };

@@ -1,9 +1,9 @@
 """Contrastive sampling: if the model is uncertain, chooses the token that repeats the text least.
 
 A model that hesitates between many tokens tends to fall into a loop. If the entropy is above a
-bound, the sampled token is replaced by the token with the greatest score among the likeliest. A
-score is the log-probability minus a penalty for each token that would be repeated. If the model is
-certain, its token stays. Source: Su et al., "A Contrastive Framework for Neural Text Generation"
+bound, one of the likeliest tokens replaces the sampled token: the token with the greatest score.
+The score is the log-probability minus a penalty for each token that would be repeated. If the model
+is certain, its token stays. Source: Su et al., "A Contrastive Framework for Neural Text Generation"
 (2022), whose penalty is the similarity of hidden states.
 
     tokenbus controller serve contrastive:Contrastive
@@ -28,8 +28,8 @@ TOP = 8
 
 
 def repeated(text: list[int], token: int) -> int:
-    """The length of the longest suffix of ``text`` that has occurred earlier with ``token`` after
-    it, at most ``MAX``; -1 if the token has not occurred."""
+    """The length of the longest suffix of ``text`` that occurs earlier in ``text``, followed by
+    ``token``. At most ``MAX``; -1 if the token has not occurred."""
     longest = -1
     for place, before in enumerate(text):
         if before == token:

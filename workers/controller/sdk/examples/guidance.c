@@ -3,10 +3,10 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/guidance.c -o guidance.wasm
 //
 // The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has
-// PROMPT after the request's prompt, and then the tokens of the text. With log-probabilities c in
-// the text and u in the guide, tokens are sampled by SCALE * c + (1 - SCALE) * u. This equals
-// sampling by c with the bias (1 - SCALE) / SCALE * u, at the temperature TEMPERATURE / SCALE.
-// guidance.py is the same in Python.
+// PROMPT after the request's prompt, and then the tokens of the text. A token has the
+// log-probability c in the text and u in the guide. The logits for sampling are
+// SCALE * c + (1 - SCALE) * u. Sampling from c with the bias (1 - SCALE) / SCALE * u, at the
+// temperature TEMPERATURE / SCALE, gives the same result. guidance.py is the same in Python.
 #include "tokenbus.h"
 
 static float scale, temperature;

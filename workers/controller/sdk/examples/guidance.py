@@ -1,10 +1,10 @@
 """Classifier-free guidance: the text follows its prompt more than a second, negative prompt.
 
-Sequence 0 is the text. Its fork, the guide, has the second prompt after the first, and then the
-tokens of the text. With log-probabilities c in the text and u in the guide, tokens are sampled by
-scale * c + (1 - scale) * u. This equals sampling by c with the bias (1 - scale) / scale * u, at a
-temperature that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable.
-All other tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with
+Sequence 0 is the text. Its fork, the guide, has both prompts, and then the tokens of the text. A
+token has the log-probability c in the text and u in the guide. The logits for sampling are scale *
+c + (1 - scale) * u. Sampling from c with the bias (1 - scale) / scale * u, at a temperature divided
+by scale, gives the same result. The guide writes u of its 64 likeliest tokens to a variable. All
+other tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with
 Classifier-Free Guidance" (2023).
 
     tokenbus controller serve guidance:Guidance
@@ -56,8 +56,8 @@ class Guidance(Controller):
         """In the guide: the token of the text that replaces the guide's own token."""
 
     def pre_process(self) -> Decision | None:
-        """Forks into the text and the guide at first. Later, suspends until the other sequence has
-        written the value that this step needs."""
+        """In the first round, forks into the text and the guide. Later, suspends until the other
+        sequence has written the value that this step needs."""
         if not self.role:
             return fork(2)
         if self.step >= self.length:

@@ -1,9 +1,9 @@
 """A watermark: the text looks as usual, but its tokens show that a model wrote it.
 
 The previous token and a key select half of the vocabulary: the green tokens. Their logits get a
-bias. The detector counts green tokens: about half of the tokens of unmarked text are green, and
-more than half of those of marked text. Source: Kirchenbauer et al., "A Watermark for Large Language
-Models" (2023).
+bias. The detector counts green tokens. About half of the tokens of an unmarked text are green, and
+more than half of the tokens of a marked text. Source: Kirchenbauer et al., "A Watermark for Large
+Language Models" (2023).
 
     tokenbus controller serve watermark:Watermark
     tokenbus controller run watermark:Watermark --arg '{"key": 42}' --prompt 'def add(a, b):'
@@ -40,9 +40,9 @@ def green(before: int, key: int, size: int) -> np.ndarray:
 
 def z_score(tokens: Sequence[int], key: int, size: int) -> float:
     """The number of standard deviations by which a text has more green tokens than the average text
-    without the watermark. If the score is above 4, the text is marked; one of 30,000 texts without
-    the watermark has such a score. Each pair of neighbours counts once, so that repetitions do not
-    distort the count."""
+    without the watermark. A score above 4 means that the text is marked. Only one in 30,000 texts
+    without the watermark has such a score. Each pair of neighbouring tokens counts once, so that
+    repetitions do not distort the count."""
     pairs = set(pairwise(tokens))
     hits = sum(bool(green(before, key, size)[token]) for before, token in pairs)
     count = len(pairs)

@@ -1,8 +1,8 @@
 """Replaces operations of a transformers model by operations of the native forward, on a CPU.
 
-A trainer that computes a whole text with these operations gets the log-probabilities of an exact
-stream, to the last bit, if trainer and worker use the same instruction set. The functions have no
-gradients.
+With these operations, a trainer can compute a whole text in one forward. The log-probabilities have
+the same bits as those of an exact stream, if trainer and worker use the same instruction set. The
+functions have no gradients.
 """
 
 from __future__ import annotations

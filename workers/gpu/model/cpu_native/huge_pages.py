@@ -24,7 +24,8 @@ _MADV_COLLAPSE = 25
 
 def collapse(weights: Iterable[torch.Tensor]) -> int:
     """Collapses weights on a CPU into huge pages, as far as the system supports it. Returns the
-    number of huge pages. Addresses and values do not change. Takes about a second for some GB."""
+    number of huge pages. Addresses and values do not change. Takes about a second for several
+    GB."""
     pages = set()
     for weight in weights:
         if weight.device.type == "cpu" and weight.nbytes >= MIN_BYTES:

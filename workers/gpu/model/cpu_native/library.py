@@ -46,8 +46,8 @@ def instruction_set() -> str:
 
 
 def _processor(machine: str) -> str:
-    """The name of the instruction set of the library that fits this processor; empty if the package
-    is not compiled for this kind of processor."""
+    """The instruction set of the library that fits this processor; empty if the package is not
+    compiled for this kind of processor."""
     if machine == "aarch64":
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}

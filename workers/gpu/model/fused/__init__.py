@@ -1,1 +1,2 @@
-"""The forward of a decoder in few operations, over the weights of a transformers model."""
+"""Computes the forward of a decoder with few operations, from the weights of a transformers
+model."""

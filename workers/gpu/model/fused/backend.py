@@ -1,4 +1,4 @@
-"""The forward of a ``FusedDecoder``: few operations of torch over the weights of a model."""
+"""The forward of a ``FusedDecoder``, which needs few operations of torch."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from .decoder import NotFusible, TritonDecoder
 
 
 class TritonBackend(ForwardBackend):
-    """Runs the layers of a decoder in few kernels, with any attention that reads blocks in place.
-    The constructor raises NotFusible if a layer has no kernel."""
+    """Runs the layers of a decoder with few kernels, and with any attention that reads blocks in
+    place. The constructor raises NotFusible if a layer has no kernel."""
 
     def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
@@ -41,8 +41,8 @@ class TritonBackend(ForwardBackend):
 def triton_backend(
     tensors: StepTensors, decoder: FusedDecoder, layout: Layout, dtype: torch.dtype
 ) -> TritonBackend | FusedBackend:
-    """The decoder in few kernels. If a layer has no kernel, or the kernels change the logits by
-    more than rounding, the layers run without these kernels, and ``why_no_kernels`` has the
+    """The decoder as a TritonBackend. If a layer does not have a kernel, or if the kernels change
+    the logits by more than rounding, the decoder as a FusedBackend. ``why_no_kernels`` then has the
     reason."""
     probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
     device = tensors.device

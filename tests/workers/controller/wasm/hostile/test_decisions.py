@@ -50,13 +50,13 @@ def test_a_splice_before_the_beginning_is_reported(system: System, drop: int) ->
     # The splice is in the third round, when the sequence has 2 tokens.
     body = f"(if (i32.eq (global.get $round) (i32.const 3)) (then {splice(drop, 7)}))"
     assert system.controller_error(guest(mid=body)) == (
-        f"its splice drops {drop} tokens; the sequence has 2 beyond its prompt"
+        f"the splice drops {drop} tokens; the sequence has 2 beyond its prompt"
     )
 
 
 def test_a_splice_that_does_nothing_is_reported(system: System) -> None:
     assert system.controller_error(guest(mid=splice(0))) == (
-        "its splice neither drops nor appends tokens; a splice has to do one of them"
+        "the splice neither drops nor appends tokens; a splice must drop or append some"
     )
 
 
@@ -65,7 +65,7 @@ def test_a_splice_that_does_nothing_is_reported(system: System) -> None:
 def test_a_token_outside_the_vocabulary_is_reported(system: System, phase: str, token: int) -> None:
     last = system.client.model_info().vocab_size - 1
     assert system.controller_error(guest(**{phase: splice(0, 65, token)})) == (
-        f"it appended token {token}; token ids of this model are 0 to {last}"
+        f"the controller appended token {token}; token ids of this model are 0 to {last}"
     )
 
 
@@ -97,16 +97,19 @@ def test_an_answer_that_does_not_exist_is_reported(system: System, phase: str, k
 )
 def test_a_controller_that_never_samples_is_stopped(system: System, calls: dict[str, str]) -> None:
     assert system.controller_error(guest(**calls), max_tokens=2000) == (
-        "it appended tokens in 256 rounds without sampling; a controller has to sample, suspend or "
-        "stop before that"
+        "the controller appended tokens in 256 rounds without sampling; it must sample, suspend or "
+        "stop earlier"
     )
 
 
 @pytest.mark.parametrize(
     ("count", "says"),
     [
-        (1_000_000, "it appended 1000000 tokens at once; at most 65536 are allowed"),
-        (40_000, "it appended 80000 tokens without sampling; at most 65536 are allowed"),
+        (1_000_000, "the controller appended 1000000 tokens at once; at most 65536 are allowed"),
+        (
+            40_000,
+            "the controller appended 80000 tokens without sampling; at most 65536 are allowed",
+        ),
     ],
 )
 def test_appending_more_and_more_is_stopped(system: System, count: int, says: str) -> None:

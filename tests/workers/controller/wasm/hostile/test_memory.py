@@ -43,8 +43,8 @@ def test_an_allocator_that_aborts_without_memory_fails(system: System) -> None:
 
 def test_a_hundred_forks_of_much_memory_are_refused(system: System) -> None:
     assert system.controller_error(guest(init=GROW + TOUCH, pre=FORK_ONCE % 100)) == (
-        "it forks with a memory of 67108864 bytes; with this number of sequences in the "
-        "request, each may have at most 10737418"
+        "the controller forks with a memory of 67108864 bytes; with this number of sequences in "
+        "the request, each may have at most 10737418"
     )
 
 

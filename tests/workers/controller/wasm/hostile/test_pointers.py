@@ -103,7 +103,7 @@ def test_pointers_out_of_bounds_are_told_of_by_every_import(system: System) -> N
         ),
         (
             {"pre": set_word(N, 2**32 - 1) + "(return (i32.const 4))"},
-            "it appended 4294967295 tokens at once",
+            "the controller appended 4294967295 tokens at once",
         ),
     ],
 )

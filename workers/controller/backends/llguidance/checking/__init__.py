@@ -1,1 +1,1 @@
-"""Checks the values of a text under a schema of which masks enforce only a relaxed form."""
+"""Checks the values of a text under a schema that masks enforce only in a relaxed form."""

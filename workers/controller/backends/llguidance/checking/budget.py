@@ -1,5 +1,5 @@
-"""Bounds the time of checks by a number of steps, so that their outcome does not depend on the
-load of the machine."""
+"""Bounds the time of checks by a number of steps, so that the outcome of the checks does not depend
+on the load of the machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Budget:
 
 
 class Known(Generic[_Key, _Result]):
-    """Results of the last checks, with the steps that each of them took. A known result takes the
-    same steps from a budget again, so the outcome of checks does not depend on what is known."""
+    """Results of the last checks, and the number of steps that each check took. If a result is
+    reused, its steps are taken from the budget again. So the outcome of checks does not depend on
+    which results are stored."""
 
     def __init__(self) -> None:
         self._known: dict[_Key, tuple[_Result, int]] = {}
@@ -46,8 +47,9 @@ class Known(Generic[_Key, _Result]):
         return len(self._known)
 
     def find(self, key: _Key, length: int, budget: Budget, check: Callable[[], _Result]) -> _Result:
-        """The result of ``check``, which is called if it is not known. ``length`` is that of the
-        checked text, in bytes or characters. Raises ``Exhausted``."""
+        """The stored result for ``key``. If no result is stored, calls ``check`` and returns its
+        result. ``length``: the length of the checked text, in bytes or characters. Raises
+        ``Exhausted``."""
         known = self._known.get(key)
         if known is not None:
             budget.take(known[1])

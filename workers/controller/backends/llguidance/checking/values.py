@@ -1,8 +1,8 @@
 """Checks values against the parts of a schema, in bounded time.
 
-``jsonschema`` evaluates the parts. llguidance matches their patterns and formats, as it does in
-masks, because ``re`` may take exponential time. Each evaluated keyword counts as steps of a
-``Budget``; a value whose check exceeds the budget counts as not valid.
+The library ``jsonschema`` evaluates the parts. llguidance matches their patterns and formats,
+because Python's ``re`` may take exponential time. Each evaluated keyword takes steps of a
+``Budget``. If the check of a value exceeds the budget, the value counts as invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PATTERNS = 64
 MAX_STATES = 5_000
 """Maximum states of the lexer for one pattern or format. A state has about 0.5 kB."""
 MAX_SCANNED = 50_000
-"""Maximum number of objects in all parts with their own ``$id`` together."""
+"""Maximum total number of objects in the parts that have their own ``$id``."""
 STEPS_OF_REFERENCE = 8
 """Number of steps that are counted for resolving a reference."""
 STEPS_OF_TEXT = 4
@@ -153,8 +153,8 @@ class Values:
         }
 
     def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that counts the steps of ``check`` and then calls it. Each value or part to
-        which a keyword applies schemas counts as a step."""
+        """A function that counts the steps of the keyword ``name`` and then calls ``check``. If the
+        keyword applies schemas to several values or parts, each of them counts as a step."""
         own = STEPS_OF_REFERENCE if name == "$ref" else 1
 
         def counted(validator: Validator, value: Any, instance: Any, schema: Any) -> Any:

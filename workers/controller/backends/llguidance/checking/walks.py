@@ -1,4 +1,5 @@
-"""Follows a JSON text byte by byte, and checks each value with obligations when the value ends.
+"""Follows a JSON text byte by byte. When a value with obligations (``obligations.py``) ends, checks
+the value.
 
 A ``Walk`` is an immutable state, so that many continuations of a text can be tried from one walk.
 The grammar already ensures that the text is JSON.
@@ -14,7 +15,7 @@ from .exact_json import exact, identity
 from .obligations import Obligations, Parts
 
 MERGED = 64
-"""Number of new items of an array after which they are merged into the set of all its items."""
+"""When an array has this number of new items, they are merged into the set of all its items."""
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _LENGTHS = {ord("t"): 4, ord("f"): 5, ord("n"): 4}
@@ -168,8 +169,8 @@ class Checks:
             self._check_beginning(frame, b"")
 
     def _check_beginning(self, frame: Frame, begun: bytes) -> None:
-        """Raises ``Invalid`` if only a few values are allowed as items of an array, and each value
-        that begins with ``begun`` is already an item."""
+        """Raises ``Invalid`` if the items of an array are limited to a list of values, and each
+        listed value that begins with ``begun`` is already an item."""
         few = self._obligations.few_items(frame.parts)
         if few is not None and not any(
             text.startswith(begun) and item not in frame.items and item not in frame.recent
