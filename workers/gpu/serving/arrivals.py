@@ -40,6 +40,7 @@ from .live_streams import LiveStreams
 from .prompts import Tokens, request_texts
 from .resumption import Resumed, Resumption, resume
 from .steering import Steering
+from .stored_bytes import ID_BYTES, decoded_bytes
 from .streams import Frames, Move, Stream, message_frames
 from .tokenization import MAX_INLINE_BYTES, Job, Tokenization
 from .tokenizer_files import TokenizerAnswers
@@ -141,6 +142,8 @@ class Arrivals:
                 logs.begin(stream.request, request.request_id, request.trace)
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
+                stream.client = client_of(stream.session, request)
+                stream.decoded_bytes = decoded_bytes(request, len(message.body))
             waiting = Waiting(stream, request, message.attachments)
             moved = message.header.flags & Flag.MOVED
             # If a request has moved, this worker may already have run an earlier attempt and
@@ -148,6 +151,8 @@ class Arrivals:
             waiting.attempt = next(self._attempts) if earlier or moved else 0
             if moved:
                 _take_transcript(waiting)
+            if isinstance(request, Generate | Score | Embed):
+                self._streams.store(stream)
             self._take(waiting)
         except Exception as error:
             self._pop(stream.request)
@@ -197,7 +202,9 @@ class Arrivals:
 
     def drop(self, request: int) -> None:
         """Drops a waiting request without sending anything."""
-        if self._pop(request) is not None or self.embeddings.pop(request) is not None:
+        stream = self._remove(request)
+        if stream is not None:
+            self._streams.forget(stream)
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
@@ -212,11 +219,16 @@ class Arrivals:
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
         """Ends a waiting request with an ERROR. Returns whether the request was waiting here."""
-        waiting = self._pop(request)
-        stream = waiting.stream if waiting is not None else self.embeddings.pop(request)
+        stream = self._remove(request)
         if stream is not None:
             self._streams.fail(stream, error, doing)
         return stream is not None
+
+    def _remove(self, request: int) -> Stream | None:
+        """Removes a waiting request or an EMBED; returns its stream. Returns None if the request
+        does not wait here."""
+        waiting = self._pop(request)
+        return waiting.stream if waiting is not None else self.embeddings.pop(request)
 
     def _pop(self, request: int) -> Waiting | None:
         """Removes a waiting request and drops its tokenization."""
@@ -283,8 +295,7 @@ class Arrivals:
         if num_bytes <= MAX_INLINE_BYTES:
             self._run(waiting, engine, texts.tokens())
             return
-        client = client_of(stream.session, message)
-        waiting.job = Job(stream.request, client, num_bytes, texts.tokens)
+        waiting.job = Job(stream.request, stream.client, num_bytes, texts.tokens)
         self._waiting[stream.request] = waiting
         self._tokenization.submit(waiting.job)
 
@@ -305,7 +316,7 @@ class Arrivals:
         path = engine.path_of(stream.adapter)
         _check_adapter(stream, waiting.sent or (), path)
         stream.compute_by(path)
-        stream.client = client_of(stream.session, message)
+        stream.decoded_bytes += ID_BYTES * (len(prompt) + len(tokens.scored))
         common = {"priority": message.priority, "client": stream.client}
         if isinstance(message, Score):
             stream.usage = engine.score(
@@ -453,7 +464,7 @@ class Arrivals:
         self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
 
 
-def client_of(session: int, message: Generate | Score) -> int:
+def client_of(session: int, message: Generate | Score | Embed) -> int:
     """Returns a number that identifies the client of a request. The engine shares its slots fairly
     among clients. If the request has a ``group``, the client is the user ``by`` (possibly empty) of
     this group of sessions. If it has only ``by``, the client is the user ``by`` of the session. If

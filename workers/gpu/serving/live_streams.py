@@ -13,10 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from ....protocol import logs
-from ....protocol.errors import Code, ServiceError, TokenbusError
+from ....protocol.errors import (
+    Code,
+    RequestError,
+    ServiceError,
+    TokenbusError,
+    UnavailableError,
+)
 from ....protocol.header import FORM
 from ....protocol.logs import about
 from ....protocol.messages import ForwardPath, Msg, Token
+from ....protocol.pace import RETRY_AFTER_S
 from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
 from .attaching import Attaching, Claiming, rows_frames
 from .kept_streams import KeptStreams
@@ -81,13 +88,23 @@ class LiveStreams:
         return iter(list(self._streams.values()))
 
     def add(self, stream: Stream) -> None:
-        """Adds the stream of a request that was passed to an engine. Raises RequestError if the
-        stream's client exceeds its share of the bound on stored bytes."""
+        """Adds the stream of a request that was passed to an engine. Raises the error of
+        ``store``."""
         self._streams[stream.request] = stream
         stream.metrics = self.metrics.of(stream.model)
+        self.store(stream)
+
+    def store(self, stream: Stream) -> None:
+        """Counts the bytes of a request until its stream ends or ``forget`` is called. Raises
+        UnavailableError if the client exceeds its share of the bound on stored bytes."""
         error = self._stored.count(stream)
-        if error is not None:
-            raise error
+        if error:
+            raise UnavailableError(Code.CLIENT_LIMIT, error, retry_after_s=RETRY_AFTER_S)
+
+    def forget(self, stream: Stream) -> None:
+        """Stops counting the bytes of a request that has been answered or dropped before an engine
+        received it."""
+        self._stored.drop(stream)
 
     def get(self, request: int) -> Stream | None:
         """The live stream of a request; None if the request does not have one."""
@@ -205,6 +222,7 @@ class LiveStreams:
         if stream.save:
             self._post(saved_buffer_frames(stream), stream.link)
         self._post(TokenMessage([stream.request]).frames(), stream.link)
+        self.forget(stream)
         logs.end(stream.request)
 
     def _deliver(
@@ -239,8 +257,9 @@ class LiveStreams:
         for stream in streams:
             if self._streams.get(stream.request) is stream:
                 error = self._stored.count(stream)
-                if error is not None:
-                    self.fail(stream, error, "storing its entries")
+                if error:
+                    refusal = RequestError(Code.TOO_LARGE, error)
+                    self.fail(stream, refusal, "storing its entries")
 
     def _messages(
         self, new: Mapping[Stream, list[Token]], recipients: Recipients | None

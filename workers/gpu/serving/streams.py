@@ -109,6 +109,9 @@ class Stream:
     entries: list[tuple[int, Token]] = field(default_factory=list)
     """All other entries that were sent, each with the number of rows before it. When the message of
     an entry has been encoded, the entry's fields are packed (``packed_fields``)."""
+    decoded_bytes: int = 0
+    """The memory of the request's decoded texts and token ids, and of an EMBED's vectors, in
+    bytes."""
     packed_bytes: int = 0
     """Number of bytes of all packed fields."""
     written_bytes: int = 0
@@ -227,7 +230,8 @@ class Stream:
     def long_bytes(self) -> int:
         """The memory of the stream's request and of the long fields of its entries, in bytes."""
         fields = self.packed_bytes + self.written_bytes + self.id_bytes
-        return fields + LONG_ENTRY_BYTES * self.num_long + sum(map(len, self.frames))
+        request = self.decoded_bytes + sum(map(len, self.frames))
+        return request + fields + LONG_ENTRY_BYTES * self.num_long
 
     @property
     def num_candidates(self) -> int:

@@ -27,15 +27,13 @@ from llguidance import LLMatcher
 from .checking.budget import Budget, Exhausted
 from .checking.obeying import similar
 from .checking.walks import Checks, Invalid, Walk
+from .consuming import consume
 from .distinct_names import counts_names, repeated, with_distinct_names
 from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
 MAX_BYTES = 16_384
 """Maximum bytes of a completion."""
-AT_ONCE = 1024
-"""Maximum number of bytes that are appended in one call. The number is bounded because the call
-keeps Python's lock."""
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
@@ -199,9 +197,8 @@ class Completion:
             if walk is None:
                 return False
             self._walk, self._checked = walk, self._checked + text
-        for at in range(0, len(text), AT_ONCE):
-            if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
-                return False
+        if consume(self._matcher, text) is None:
+            return False
         self._begun = self._begun or bool(text)
         if self._shared.counts_names:
             self._text += text

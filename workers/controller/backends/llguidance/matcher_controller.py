@@ -18,14 +18,14 @@ from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
 from ..text_before import before_end, tokens_before
 from .checking.checked_text import CheckedText
 from .closing import Closing
+from .consuming import consume
 from .matchers import Grammar
 from .trial import reason
 
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
-AT_ONCE = 256
-"""Maximum number of tokens that are consumed in one call. The number is bounded because the call
-keeps Python's lock."""
+TIMED_TOKENS = 256
+"""Maximum number of appended tokens that together may take the CPU time ``Limits.mid_s``."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -195,15 +195,13 @@ class MatcherController:
         if self.closing.end is not None or (after is STOP and not tokens):
             return after
         matcher = self._matcher
-        for at in range(0, len(tokens), AT_ONCE):
-            some = list(tokens[at : at + AT_ONCE])
-            with self._grammar.lock:
-                began = time.thread_time()
-                followed = matcher.consume_tokens(some)
-                took = time.thread_time() - began
-            if not followed:
+        most = self._host.limits.mid_s
+        for at in range(0, len(tokens), TIMED_TOKENS):
+            some = tokens[at : at + TIMED_TOKENS]
+            took = consume(matcher, some, most, self._grammar.lock)
+            if took is None:
                 raise self._failed()
-            if took > self._host.limits.mid_s:
+            if took > most:
                 raise self._too_slow(took)
         if self._checked is not None:
             with self._grammar.lock:
@@ -227,11 +225,7 @@ class MatcherController:
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             matcher = self._grammar.start()
-            for at in range(0, len(tokens or ()), AT_ONCE):
-                with self._grammar.lock:
-                    if tokens is None or not matcher.consume_tokens(tokens[at : at + AT_ONCE]):
-                        return "cut"
-            if tokens is None:
+            if tokens is None or consume(matcher, tokens, lock=self._grammar.lock) is None:
                 return "cut"
             checked = self._grammar.checked_text()
         with self._grammar.lock:

@@ -142,8 +142,8 @@ class Tokens:
 
 
 class Grammar:
-    """A compiled grammar. All matchers of the grammar share the lexer's states, so only one of them
-    may run at a time.
+    """A grammar, compiled for one tenant. All matchers of the grammar share the lexer's states, so
+    only one of them may run at a time, and they all fail if one of them fills the lexer.
 
     ``lock`` is held during each call of a matcher. llguidance has such a lock too, but a thread
     that waits for llguidance's lock keeps Python's lock.
@@ -288,13 +288,14 @@ class Matchers:
         weakened: Weakened | None = None,
         unblamed: Collection[str] = (),
     ) -> Grammar:
-        """The compiled form of an ``LLMatcher.grammar_from_*`` text. Raises RefusedGrammar if the
+        """The compiled form of an ``LLMatcher.grammar_from_*`` text, which is not shared with other
+        tenants. Raises RefusedGrammar if the
         grammar is not valid or exceeds the bounds. ``constraint``: the label of the compilation in
         the metrics. ``weakened``: the schema against which values are checked, because masks do not
         enforce all of it. ``unblamed``: see ``Processes.check``."""
-        name = _name_of(vocabulary)
+        name, tenant = _name_of(vocabulary), tenant_of_thread()
         checked = "" if weakened is None else weakened.schema
-        key = hashlib.sha256(f"{name}\n{grammar}\n{checked}".encode()).digest()
+        key = hashlib.sha256(f"{tenant}\n{name}\n{grammar}\n{checked}".encode()).digest()
         found = self._grammars.get(key)
         if found is not None:
             self._meter.hit(constraint)
