@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tokenbus.clients.gateway.aici import completions as aici
+from tokenbus.clients.gateway.bodies import leniency
 from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.bodies.reading import (
     MAX_FREE_BYTES,
@@ -18,7 +19,6 @@ from tokenbus.clients.gateway.bodies.reading import (
     body_turn,
     decode_body,
     decode_in_turn,
-    leniency,
 )
 from tokenbus.clients.gateway.bodies.value_counts import (
     MAX_CONTAINERS,
