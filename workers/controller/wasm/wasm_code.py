@@ -30,7 +30,8 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
     """The reason why an instance of this module cannot be copied between calls; None if it can be
     copied.
 
-    An unknown instruction in a scanned function prevents copies. Raises WasmError if the module cannot be read.
+    An unknown instruction in a scanned function prevents copies. Raises WasmError if the module
+    cannot be read.
     """
     binary = wasm if isinstance(wasm, Binary) else read(wasm)
     for index, kind in enumerate(binary.globals):
