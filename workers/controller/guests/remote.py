@@ -423,6 +423,7 @@ class RemoteController:
             return
         loaded = load()
         code = bytes(loaded.module.serialize())
+        process.count_module(module, len(code))
         request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
         with process.channel() as channel:
             process.request(channel, request, LOAD_S)
