@@ -320,7 +320,7 @@ class Controllers:
             other is not worker
             and not other.leaves_with(worker)
             and other.state is WorkerState.READY
-            and other.fill < 1
+            and other.has_place
             for other in self._pools.steering(request.steered.served_as).workers.values()
         )
 

@@ -21,7 +21,7 @@ import msgspec
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.decoders import msgpack_decoder
-from ...protocol.errors import Code, TokenbusError
+from ...protocol.errors import Code, TokenbusError, UnavailableError
 from ...protocol.guest_user import GuestUser
 from ...protocol.header import Flag, decode_header, encode_header
 from ...protocol.health_file import HealthFile
@@ -79,6 +79,7 @@ from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
 from .runtime import GuestRuntime, ThreadRuntime
 from .sequence_group import GroupBusy, Round, SequenceGroup
+from .store_requests import StoreRequests
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
 from .tool_calls import GroupTools, ToolCalls
@@ -161,9 +162,9 @@ class ControllerWorker:
         """Threads that handle START messages. Handling a START may take a second, or longer if a
         grammar must be compiled. So the threads of rounds do not handle START messages."""
         self._flushes = Pool(1, "results")
-        """A separate thread for sending the results that are ready while slower rounds of the same
-        step run. Sending may wait for other results that are being sent."""
-        self._store_calls = Pool(2, "store", max_waiting=0)
+        """Sends the results that are ready while slower rounds of the same step run. A separate
+        thread does this, because sending may wait for other results that are being sent."""
+        self._store_requests = StoreRequests(self._serve_store)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads and sends modules that controller workers on other machines need. These jobs do not
         wait for other workers."""
@@ -263,7 +264,7 @@ class ControllerWorker:
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
-        self._store_calls.close()
+        self._store_requests.close()
         self._records.close()
         self._sends.shutdown(wait=False)
         self._idle.close()
@@ -349,8 +350,10 @@ class ControllerWorker:
                 arrived, error = self._vocabularies.arrived, tokenizer.error or ""
                 self._starts.submit([partial(arrived, tokenizer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
-                tenant = _tenant_of(message)
-                self._store_calls.submit([partial(self._serve_store, message)], tenant=tenant)
+                try:
+                    self._store_requests.add(_tenant_of(message), message)
+                except UnavailableError as error:
+                    self._serve_store(message, error)
             case b"FETCH_MODULE":
                 self._sends.submit(self._send_module, message)
             case b"INPUTS":
@@ -631,15 +634,17 @@ class ControllerWorker:
         """Sends a message of the module store over one of the brokers, which ``turn`` selects."""
         self._bus.post_to_any(frames, turn)
 
-    def _serve_store(self, message: FromBus) -> None:
-        """Handles a client's request to the module store; the last attachment is the client's
-        tenant."""
+    def _serve_store(self, message: FromBus, refusal: TokenbusError | None = None) -> None:
+        """Handles a client's request to the module store, or answers it with ``refusal``. The last
+        attachment is the client's tenant."""
         header = message.header
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         head = encode_header(header.request, header.address, Flag.FINAL)
         stream_id = 0
         try:
             stream_id = decode_as(Tags, message.body).stream_id
+            if refusal is not None:
+                raise refusal
             *attachments, tenant = message.attachments
             result = self._store_result(message, attachments, Tenant.decode(tenant))
             answer = Msg(stream_id=stream_id, result=result)

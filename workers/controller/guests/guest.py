@@ -260,6 +260,7 @@ class GuestProcess:
 
     def _fork(self, parent: _Seated, child: int, spec: HostSpec) -> Outcome:
         host, log = self._host(spec)
+        host.arg = parent.host.arg
         host.distributions = parent.host.distributions
 
         def fork(_: Outcome) -> None:

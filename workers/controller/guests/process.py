@@ -164,6 +164,8 @@ class GuestProcess:
         self._granted = 0
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
+        self._counted: set[str] = set()
+        """The modules whose bytes count towards the memory of the tenant."""
         self.controllers: dict[int, Guest] = {}
         """The live controllers by handle, the number of a controller in this process."""
         self._handles = 0
@@ -192,6 +194,20 @@ class GuestProcess:
         with self._lock:
             self._handles += 1
             return self._handles
+
+    def count_module(self, module: str, size: int) -> None:
+        """Counts the bytes of a module's compiled form, which stays in the process until the
+        process ends. A module is counted once. Raises ControllerError if the process has ended, or
+        if its tenant would exceed its share of the memory."""
+        with self._lock:
+            if module in self._counted:
+                return
+            if self._memory is not None:
+                if self.dead:
+                    raise ControllerError("controller_failed", "the process has ended")
+                self._memory.take(size)
+                self._granted += size
+            self._counted.add(module)
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
