@@ -18,7 +18,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 PROMPT, NEW = 128, 128
 BATCHES = (1, 64, 256)
 TARGET = 3.0
-"""Target ratio of tokens per second, the engine to ``generate_batch``, at the largest batch."""
+"""Target for the engine's tokens per second at the largest batch, as a multiple of those of
+``generate_batch``."""
 KNOWN = ("vllm", "sglang", "lmdeploy", "tensorrt_llm")
 Prompts = list[list[int]]
 

@@ -7,6 +7,8 @@ together. The answer has two rates in tokens per second. ``whole`` is measured f
 request to the last token. ``middle`` is measured from the arrival of a tenth of the tokens to the
 arrival of eight tenths.
 
+``KIND`` is one of three clients:
+
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
   streams;
 - ``python`` is our ``AsyncClient``. If a run has ``seconds``, streams run one after another for
@@ -53,10 +55,10 @@ class Clock:
             self._marks.append((self.count, time.perf_counter()))
 
     def whole(self) -> float:
-        """Tokens per second of an ended run. Raises RuntimeError if tokens are missing.
+        """Tokens per second of an ended run.
 
-        Up to a fifth of the tokens may be missing, because a constraint can end a stream before its
-        limit.
+        A constraint can end a stream before its limit, so up to a fifth of the tokens may be
+        missing. Raises RuntimeError if more tokens are missing, or if too many have arrived.
         """
         if not 0.8 * self._total <= self.count <= self._total:
             raise RuntimeError(f"{self.count} tokens have arrived; expected {self._total}")
@@ -80,7 +82,7 @@ class Counted(msgspec.Struct):
 
 
 class CountedColumns(msgspec.Struct, rename={"tokens": "t", "entries": "e"}):
-    """The fields of a ``TOKEN`` in columns that are needed to count its tokens."""
+    """The fields that are needed to count the tokens of a ``TOKEN`` in columns."""
 
     tokens: bytes = b""
     entries: list[Counted] = []

@@ -6,8 +6,8 @@ client reads each stream to its end (``stream.tokens``). For ``…_each``, the c
 entry (``async for``). For ``…_json``, the client receives entries in JSON. The messages come from a
 raw socket through a real broker. ``client_core`` is the share of one CPU core that a client uses.
 This client reads 64 streams entry by entry, at 200 steps per second. ``send_us_*`` is the CPU time
-of ``LiveStreams.send`` for a step of 64 plain tokens of one session. Columns and JSON take turns,
-and a ratio is the median of the rounds' ratios.
+of ``LiveStreams.send`` for a step of 64 plain tokens of one session. Each round measures columns
+and then JSON. A reported ratio is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Compares the time to the first token with 1,500 cached prompt tokens with the time without
-    cached tokens."""
+    """Compares two times to the first token: when 1,500 prompt tokens are cached, and when no token
+    is cached. Returns the ratio of the first time to the second."""
     rng = random.Random(2)
     ratios = []
     for _ in range(runs):
@@ -228,9 +228,9 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
-    """Microseconds of a step without the forward at batch 32, and their ratio to the time of the
-    forward. The remaining work is scheduling, packing, sampling and results. The forward is timed
-    in steps before and after the measurement."""
+    """The time of a step at batch 32 that skips the forward, in microseconds, and the ratio of this
+    time to the time of the forward. The remaining work is scheduling, packing, sampling and
+    results. The forward is timed in steps before and after the measurement."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -278,13 +278,13 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "uniform_vs_generate": "ratio of tokens/s to generate, 32 requests, 64 new; at least 1.0",
-    "one_stream_vs_generate": "ratio of tokens/s to generate, 1 request, 64 new; at least 1.5",
+    "uniform_vs_generate": "ratio of tokens/s to generate's, 32 requests, 64 new; at least 1.0",
+    "one_stream_vs_generate": "ratio of tokens/s to generate's, 1 request, 64 new; at least 1.5",
     "ragged_vs_generate_batch": "ratio of tokens/s to continuous batching, 64 requests, "
     "prompts 16-512, 16-256 new; at least 2.5",
     "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",
     "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
-    "fork8_kv_blocks": "ratio of KV blocks, 512 tokens with 7 forks to without forks; at most 1.3",
+    "fork8_kv_blocks": "ratio of KV blocks, after 7 forks to before them, 512 tokens; at most 1.3",
     "fork_us": "us of a fork, without a forward",
     "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
     "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",

@@ -2,11 +2,12 @@
 
 The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. A step is an
 engine's work for one token: it accepts the token and fills the next mask. The engines are called as
-a worker calls them. The time includes the copy into the mask buffer. In the first pass, the engine
-is new. In the second pass, it has already processed the same texts. Our engine and llguidance take
-turns in several passes, and the time of a step is the median of these passes. xgrammar and
-outlines-core run each pass once. ``_masks_guest.py`` measures our engine alone, and
-``_masks_comparison.py`` compares the engines.
+a worker calls them. The time includes the copy into the mask buffer. There are two kinds of passes
+over the texts. In a first pass, the engine is new. In a second pass, the engine has already
+processed the same texts. Our engine and llguidance take turns, with several passes of each kind.
+The time of a step is the median of these passes. xgrammar and outlines-core run one pass of each
+kind. ``_masks_guest.py`` measures our engine alone, and ``_masks_comparison.py`` compares the
+engines.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ NOTES = {
     "substring_us": "us of a step of substring, 4 kB of text, first pass (at most 100)",
     "substring_second_us": "us of a step of substring, 4 kB of text, second pass",
     "schema_overhead": "ratio of our json_schema controller to llguidance alone (at most 1.3)",
-    "schema_overhead_forced": "ratio that includes rounds in which we compute forced tokens",
+    "schema_overhead_forced": "schema_overhead over all rounds, also those with forced tokens",
     "schema_us": "us of a round of json_schema that ends in a mask",
     "schema_us_llguidance": "us of a round of llguidance alone that ends in a mask",
     "first_mask_ms_regex": "ms from pattern to first mask, slowest regex (at most 50)",
     "first_mask_ms_c_cold": "ms from the C grammar to the first mask (at most 3,000)",
     "first_mask_ms_c_warm": "ms to the first mask, with tables and masks on disk (at most 50)",
     "sequence_start_us": "us to start a sequence with its first, cached mask (at most 1,000)",
-    "sequence_bytes": "bytes of another sequence in the middle of the C file (at most 262,144)",
+    "sequence_bytes": "bytes of memory for each sequence with half of the C file (at most 262,144)",
 }
 
 

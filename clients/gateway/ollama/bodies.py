@@ -188,9 +188,9 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
-    """The turns of a conversation. A result without the id of a call belongs to the first call that
-    does not have a result yet. If the result has a ``tool_name``, it belongs to the first such call
-    of this function."""
+    """The turns of a conversation. A result without ``tool_call_id`` belongs to the first call that
+    does not have a result yet. If the result has a ``tool_name``, only calls of the function with
+    this name count."""
     turns = []
     open_calls = _OpenCalls()
     for number, message in enumerate(messages):

@@ -74,5 +74,5 @@ class Contrastive(Controller):
         return None if self.chosen is not None else super().post_process(tokens, backtrack)
 
     def cost(self, token: int) -> float:
-        """The penalty of a token after the text."""
+        """The penalty for ``token`` as the next token of the text."""
         return self.penalty * (1 + repeated(self.text_so_far, token))
