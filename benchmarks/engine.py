@@ -1,9 +1,9 @@
 """Compares the engine with transformers' ``generate`` and continuous batching, on this machine.
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
-one process. The time of a run is the minimum of several runs, because other work on the machine
-only slows runs. There is one exception: transformers runs the requests of different lengths only
-once.
+one process. Each time is the minimum of several measurements, because other work on the machine
+only makes them longer. There are two exceptions. The requests of different lengths run only once
+with transformers. The results of ``prefixes`` and ``host_time`` are medians.
 """
 
 from __future__ import annotations
@@ -278,18 +278,21 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "uniform_vs_generate": "ratio of tokens/s to generate's, 32 requests, 64 new; at least 1.0",
-    "one_stream_vs_generate": "ratio of tokens/s to generate's, 1 request, 64 new; at least 1.5",
-    "ragged_vs_generate_batch": "ratio of tokens/s to continuous batching, 64 requests, "
+    "uniform_vs_generate": "our tokens/s divided by generate's, 32 requests, 64 new; at least 1.0",
+    "one_stream_vs_generate": "our tokens/s divided by generate's, 1 request, 64 new; at least 1.5",
+    "ragged_vs_generate_batch": "our tokens/s divided by continuous batching's, 64 requests, "
     "prompts 16-512, 16-256 new; at least 2.5",
-    "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",
-    "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
-    "fork8_kv_blocks": "ratio of KV blocks, after 7 forks to before them, 512 tokens; at most 1.3",
+    "ragged_vs_generate": "our tokens/s divided by those of static batches of 32, same requests; "
+    "at least 1.5",
+    "prefix_ttft_ratio": "first-token time with 1,500 cached tokens divided by the time without; "
+    "at most 0.1",
+    "fork8_kv_blocks": "KV blocks after 7 forks divided by those before, prompt of 512 tokens; "
+    "at most 1.3",
     "fork_us": "us of a fork, without a forward",
-    "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
+    "splice_vs_decode": "time to splice 32 tokens divided by the time to decode 32; at most 0.2",
     "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",
     "host_vs_forward": "ratio of host_us_per_step to the time of the forward",
-    "compiled_vs_eager": "ratio of decode rates at batch 32, with torch.compile to without",
+    "compiled_vs_eager": "decode rate at batch 32 with torch.compile divided by the rate without",
 }
 
 

@@ -122,7 +122,7 @@ def _blamed(
     seconds: float,
 ) -> RegexError:
     """The error for a lexer that exceeds a limit. If one lexeme alone is too large, the message
-    names the lexeme and its part."""
+    names the lexeme and the part of it that is too large."""
     end = Budget(max_states, seconds)
     if len(trees) < len(lexemes):
         lexeme = lexemes[len(trees)]
