@@ -32,8 +32,8 @@ class Return(NamedTuple):
     attach_s: float
     """Seconds from the client's ATTACHes to the end of the measurement."""
     cpu_s: float
-    """Seconds of CPU time of all processes, minus the CPU time that the same number of entries
-    takes without a cut."""
+    """The CPU time of all processes during the measurement, minus their CPU time for the same
+    number of entries without a cut, in seconds."""
 
 
 async def come_back(
@@ -134,8 +134,8 @@ class Returning:
 
 
 def cut(endpoint: str) -> None:
-    """Shuts down the connections of this process to an ``ipc://`` endpoint of ZeroMQ, in both
-    directions, so that both ends detect the cut."""
+    """Shuts down this process's connections to an ``ipc://`` endpoint of ZeroMQ. Both directions
+    are shut down, so that both ends detect the cut."""
     path = endpoint.removeprefix("ipc://")
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

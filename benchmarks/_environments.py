@@ -25,8 +25,8 @@ def environment(
 
     The packages in ``packages`` are installed with their dependencies. The packages in ``alone``
     are installed without dependencies. With ``borrow``, the environment imports missing packages
-    from this process's environment, for example torch, which is large. Raises CalledProcessError
-    if pip fails.
+    from this process's environment. So a large package such as torch is not installed again. Raises
+    CalledProcessError if pip fails.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
@@ -40,7 +40,8 @@ def environment(
         venv.create(folder, clear=True)
         if borrow:
             _borrow(python)
-        # This process's pip installs the packages, because copying pip would take seconds.
+        # This process's pip installs the packages, because a pip in the new environment would take
+        # seconds to install.
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
         pip += ["--quiet", "--disable-pip-version-check"]
         for arguments in (["--no-deps", *alone], list(packages)):

@@ -1,4 +1,4 @@
-"""Runs requests on two workers, one of which is killed while it computes their tokens."""
+"""Runs requests on two workers, and kills one of the workers while it computes tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KilledWorkers:
     """A broker and two GPU workers with the setting ``exact`` and different numbers of threads.
 
     ``run`` first reads ``READ`` entries of the stream of its first job. If both workers were ready
-    when ``run`` began, it then kills a worker that has requests.
+    when ``run`` began, ``run`` then kills a worker that has requests.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -33,8 +33,9 @@ OTHERS = {
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the rows of a query or key projection for llama.cpp's rotary embedding, which pairs
-    neighbouring rows. transformers pairs the two halves of a head."""
+    """Reorders the rows of a query or key projection. The rotary embedding of llama.cpp pairs
+    neighbouring rows. That of transformers pairs the rows of the first half of a head with the rows
+    of the second half."""
     rows = weight.shape[0]
     halves = weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

@@ -80,8 +80,8 @@ def _cases(world: World, backend: Backend) -> list[Case]:
 
 def _check(world: World, backend: Backend, case: Case) -> float:
     """Returns the largest difference from float32 attention in a case. Records a fault if the
-    difference exceeds ``TOLERANCE``, or if a row of a row-invariant backend depends on its
-    batch."""
+    difference exceeds ``TOLERANCE``. Also records a fault if the backend is row-invariant, and a
+    row depends on its batch."""
     inputs = _Inputs(world, case)
     found = inputs.attend(backend, inputs.chunks)
     difference = (found.float() - inputs.wanted()).abs().max().item()
@@ -171,7 +171,7 @@ class _Inputs:
 
 
 def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
-    """Chunks that end at these lengths. Each sequence in the second half of the list shares full
+    """Chunks that end at these lengths. In the second half of the list, each sequence shares full
     blocks with the sequence before it, like a fork or a prefix hit."""
     used = [len(range(0, n, case.block_size)) for n in lengths]
     pool = list(range(1, 1 + sum(used)))

@@ -83,8 +83,8 @@ class Checks:
         self._world.expect(hits > 0, "no prompt had a cached prefix")
 
     def forks(self) -> None:
-        """Checks that each token of a forked greedy sequence is the most likely token, and that the
-        two forks of a sampled sequence differ."""
+        """Checks that each token of a forked greedy sequence is the most likely token. Also checks
+        that the two forks of a sampled sequence differ."""
         for i, prompt in enumerate(self._prompts):
             sampled = Sampling(max_tokens=NEW, temperature=1.0, ignore_eos=True)
             self._engine.add(i, prompt, greedy(NEW) if i % 2 == 0 else sampled)
@@ -111,7 +111,7 @@ class Checks:
                 self._world.expect(full[1] != full[2], f"fork {i}: the forks are equal")
 
     def splices(self) -> None:
-        """Checks splices: after tokens have been removed and others appended, the sequence must
+        """Checks splices. A splice removes tokens and appends others. After it, the sequence must
         continue with the most likely tokens."""
         self._add_all()
         added, done = [5, 6, 7], set[int]()
@@ -183,9 +183,8 @@ class Checks:
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
         assert model is not None
-        # Because the draft model is as large as the model, the engine would not use it. So the
-        # draft model's cost is set to that of a small model. Drafts from earlier text are turned
-        # off.
+        # The engine does not use a draft model that is as large as the model. So the draft model's
+        # cost is set to that of a small model. Drafts from earlier text are turned off.
         model.forward_cost = 0.01
         engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)

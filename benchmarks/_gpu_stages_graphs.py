@@ -144,7 +144,7 @@ def _load_during_capture(world: World) -> None:
 
 def _evict(world: World) -> None:
     """Loads two models in turn. Only one may stay loaded (``max_models``), so each load evicts the
-    other model, whose memory must be freed."""
+    other model. The memory of the evicted model must be freed."""
     gc.collect()
     _empty_cache(world)
     before = _allocated(world)
@@ -175,7 +175,7 @@ def _evict(world: World) -> None:
 
 def _load(models: Models, name: str) -> weakref.ref[Engine]:
     """Loads a model as a worker does, and runs a short request. Returns a weak reference to the
-    engine, with which the caller checks that the engine is freed."""
+    engine. With this reference, the caller checks that the engine is freed."""
     models.want(name)
     while not isinstance(event := models.events.get(), Ready | Failed):
         pass

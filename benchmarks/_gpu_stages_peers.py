@@ -18,15 +18,15 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 PROMPT, NEW = 128, 128
 BATCHES = (1, 64, 256)
 TARGET = 3.0
-"""Target ratio of the engine's tokens per second to the tokens per second of ``generate_batch``, at
-the largest batch."""
+"""Target for the engine's tokens per second at the largest batch, as a multiple of those of
+``generate_batch``."""
 KNOWN = ("vllm", "sglang", "lmdeploy", "tensorrt_llm")
 Prompts = list[list[int]]
 
 
 def run(world: World) -> None:
-    """Measures our engine and the other engines one after another, with equal prompts for each
-    batch size."""
+    """Measures our engine and the other engines one after another. At each batch size, all engines
+    have the same prompts."""
     loaded = world.shape("8b")
     batches, new = ((2,), 4) if world.dry else (BATCHES, NEW)
     for batch in batches:
@@ -75,7 +75,7 @@ def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int
     if a text has the wrong number of tokens."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
-    # By default, the cache would take most of the free memory on a CPU.
+    # On a CPU, the default size of the cache is most of the free memory.
     sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64) if world.dry else None
 
     def generate(prompts: Prompts, new: int) -> None:

@@ -101,7 +101,10 @@ def _check_logprobs(world: World, mode: str, expected: Sampled, found: Sampled) 
     world.expect(
         difference <= LOGPROB_TOLERANCE, f"{mode}: a log-probability differs by {difference:.3g}"
     )
-    world.expect(expected.top.keys() == found.top.keys(), f"{mode}: rows with top_logprobs differ")
+    world.expect(
+        expected.top.keys() == found.top.keys(),
+        f"{mode}: the device and the CPU give top_logprobs for different rows",
+    )
 
 
 def _check_scores(world: World, vocab: int) -> None:

@@ -27,7 +27,7 @@ TARGET = 0.98
 constraint. Both are measured through the bus."""
 ROUNDS = 3
 LOG_CHARACTERS = 4000
-"""Number of characters at the end of the system's log that are recorded if the system fails."""
+"""If the system fails, this number of characters at the end of its log is recorded."""
 
 
 def run(world: World) -> None:

@@ -1,8 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models with 8 and 1 billion parameters.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` is the rate at which a step
-reads these bytes, divided by the device's bandwidth. The bandwidth is measured as the rate at which
-a copy within the device's memory reads and writes bytes.
+A step must read the weights, the keys and the values. ``of_bandwidth`` compares the rate at which a
+step reads these bytes with the device's bandwidth. The bandwidth is the rate at which a copy within
+the device's memory reads and writes bytes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def measure_bandwidth(world: World) -> float:
 
 
 def step_bytes(loaded: LoadedModel, point: Point) -> int:
-    """Minimum number of bytes that a decode step reads: the weights that it multiplies by, the keys
-    and the values. The input embedding counts only if it is also the output layer."""
+    """Minimum number of bytes that a decode step reads: the weights of its matrix multiplications,
+    the keys and the values. The input embedding counts only if it is also the output layer."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -73,9 +73,9 @@ def build() -> None:
 
 
 class LlamaServer:
-    """A process of llama.cpp's server that serves the checkpoint in the folder ``model`` in
-    float32. ``folder``: a new folder for the model file and the log. ``context``: maximum number of
-    tokens of a slot."""
+    """A process of llama.cpp's server. It serves the checkpoint in the folder ``model`` in float32.
+    ``folder``: a new folder for the model file and the log. ``context``: maximum number of tokens
+    of a slot."""
 
     def __init__(
         self, folder: Path, model: Path, slots: int = SLOTS, context: int = CONTEXT

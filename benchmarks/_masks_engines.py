@@ -1,5 +1,5 @@
-"""One interface for engines that compute masks: our grammar engine, and the engines with which it
-is compared.
+"""One interface for engines that compute masks. The engines are our grammar engine, and other
+engines for comparison.
 
 An engine is constructed from a grammar and walks a text. It fills the mask at the beginning of the
 text. Then, for each token, it accepts the token and fills the next mask. Only accepting and filling

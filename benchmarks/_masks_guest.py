@@ -120,8 +120,8 @@ def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _wrapped(pattern: str, times: int) -> str:
-    """A pattern that matches the same texts but is written differently, so that it is compiled
-    again."""
+    """Writes a pattern differently, so that it is compiled again. It still matches the same
+    texts."""
     return "(?:" * times + pattern + ")" * times
 
 

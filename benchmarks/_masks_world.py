@@ -23,8 +23,8 @@ TOKENIZERS = ROOT / "tests" / "workers" / "controller" / "tokens" / "real_tokeni
 EOS = 2
 """Tekken's ``</s>``."""
 MAX_TOKENS = 1_000_000
-"""``max_tokens`` of every sequence. Each text has fewer tokens, so no constraint has to close its
-output before the text ends."""
+"""``max_tokens`` of every sequence. Each text has fewer tokens than this number. So no constraint
+has to close its output before the text ends."""
 MICRO = 1e6
 MILLI = 1e3
 

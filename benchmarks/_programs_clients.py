@@ -1,8 +1,8 @@
 """The algorithms of ``programs.py`` as asyncio clients of a server.
 
-Each function does what the program of the same name does, with the same prompts, numbers of tokens
-and constraints. Requests that do not depend on one another run at the same time. Tools are called
-within this process, which takes hardly any time.
+Each function has the algorithm of the program with the same name. Prompts, numbers of tokens and
+constraints are the same too. Requests that do not depend on one another run at the same time. Tools
+run in this process, and take hardly any time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""HTTP clients of the servers on which ``_programs_clients.py`` runs its algorithms: this project's
-gateway and llama.cpp's server.
+"""HTTP clients, with which ``_programs_clients.py`` runs its algorithms. The servers are this
+project's gateway and llama.cpp's server.
 
 ``SdkDoor`` uses the ``openai`` package and sends strings. The other clients are written for speed:
-they send and receive token ids, and write the bytes of the requests themselves. All clients keep
-their connections open and use them again.
+they send and receive token ids, and write the bytes of the requests themselves. All clients use
+their connections for several requests.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class Words:
         return str(self._tokenizer.decode(text))
 
     def token(self, text: str) -> int:
-        """The token with this text. Tokens that are not valid UTF-8 may have equal texts; the first
-        of these tokens is returned."""
+        """The first token with this text. Tokens that are not valid UTF-8 may have equal texts."""
         return self._ids[text]
 
     def line(self, tokens: list[int]) -> list[int]:
@@ -172,7 +171,7 @@ def _structured_outputs(wanted: Wanted) -> dict[str, Any]:
 
 class SdkDoor:
     """``/v1/completions`` of this project's gateway, through OpenAI's client. Prompts are strings,
-    as most users write them, and the gateway tokenizes each prompt."""
+    as in most users' programs. The gateway tokenizes each prompt."""
 
     def __init__(self, address: str, model: str) -> None:
         self._client = AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none")

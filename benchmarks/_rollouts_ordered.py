@@ -1,4 +1,4 @@
-"""The ordered loop of ``rollouts.py``, whose losses do not depend on the timing of its processes.
+"""The ordered loop of ``rollouts.py``. Its losses do not depend on the timing of its processes.
 
 A program stops each sample at a position that depends only on the number of the group. When all
 live samples have reached their positions and the trainer has made its step, the weights change

@@ -1,7 +1,8 @@
-"""Measures a ZeroMQ round trip between two processes through a third process with two ROUTERs.
+"""Measures a round trip over ZeroMQ: from one process to another and back, through a third process
+with two ROUTERs.
 
-A message between two workers goes through the broker, so its round trip takes at least this time.
-Benchmarks compare the times of such messages with this minimum.
+A message between two workers goes through the broker. So a message and its answer take at least
+this time. Benchmarks compare measured times with this minimum.
 
 ``python benchmarks/_round_trip.py relay FRONT BACK`` forwards messages between two ROUTERs.
 ``python benchmarks/_round_trip.py echo BACK`` returns each message.

@@ -94,7 +94,7 @@ class Walks:
         for _ in range(10_000):
             time.thread_time()
         self._clock_s = (time.thread_time() - began) / 10_000
-        """Seconds to read the clock. Each measured interval contains this time."""
+        """Time to read the clock, in seconds. Each measured interval contains this time."""
         self.figures = WalkFigures()
 
     def add(self, case: Case, count: int) -> None:

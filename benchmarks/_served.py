@@ -45,8 +45,9 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 class System:
-    """A broker, a GPU worker that Python starts with the arguments ``gpu``, and a controller worker
-    if ``steered``. All processes use ``settings``. ``wait`` waits until the system is ready."""
+    """A broker, a GPU worker and, if ``steered``, a controller worker. ``gpu``: the arguments with
+    which Python starts the GPU worker. All processes use ``settings``. ``wait`` waits until the
+    system is ready."""
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ measured from the first request to the last token. ``middle`` is measured from t
 tenth of all tokens has arrived to the time at which eight tenths have arrived. KIND is one of these
 clients:
 
+``KIND`` is one of three clients:
+
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
   streams.
 - ``python`` is our ``AsyncClient``. If an order has ``seconds``, the client runs one stream after
@@ -33,7 +35,7 @@ from _served import answer, orders
 from tokenbus.clients import AsyncClient
 
 SILENCE_MS = 60_000
-"""Milliseconds without a message after which a run fails."""
+"""If no message arrives for this number of milliseconds, a run fails."""
 
 Order = Mapping[str, Any]
 

@@ -1,6 +1,6 @@
-// A process with one TypeScript client. An order is a key of WAYS, the functions that read a
-// stream. For each order, the process reads 64 streams and answers with the seconds of CPU time,
-// the elapsed seconds and the number of tokens.
+// A process with one TypeScript client. For each order, the process reads 64 streams, and answers
+// with the seconds of CPU time, the elapsed seconds and the number of tokens. The order is a key of
+// WAYS, and determines how the streams are read.
 //
 //     node _typescript_client.mjs BUILT_PACKAGE ADDRESS columns|json
 

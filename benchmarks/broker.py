@@ -100,7 +100,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     try:
         yield front, back, partial(_cpu_s, process.pid)
     finally:
-        # SIGINT stops the broker. After SIGTERM, it would leave its streams to the next broker.
+        # SIGINT stops the broker. After SIGTERM, the broker would expect that the next broker
+        # continues its streams.
         process.send_signal(signal.SIGINT)
         process.wait(10)
 

@@ -206,7 +206,7 @@ def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
 
 
 def _free_spares() -> None:
-    """Frees the spare memory of ended forks, so that later forks cannot reuse it."""
+    """Frees the memory of ended forks, so that later forks cannot reuse it."""
     for kept in SPARES._kept:
         kept.free()
     SPARES._kept.clear()

@@ -45,7 +45,7 @@ log-probability."""
 
 
 def engine_of(loaded: LoadedModel, exact: bool, **options: Any) -> Engine:
-    """An engine whose number of threads is fixed, so that compared engines use the same number of
+    """An engine with a fixed number of threads. So compared engines use the same number of
     threads."""
     given = {"kv_cache_bytes": 2**26, "fixed_threads": True, **options}
     return Engine(loaded, EngineConfig(exact="on" if exact else "off", **given))

@@ -75,7 +75,7 @@ def environment(dry: bool) -> dict[str, str]:
 
 
 def _write_metadata() -> None:
-    """Writes the package metadata, from which the controller worker reads the version."""
+    """Writes the package metadata. The controller worker reads the version from it."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     folder = LINKS / f"tokenbus-{version}.dist-info"
     folder.mkdir(exist_ok=True)

@@ -68,8 +68,8 @@ class Measured(NamedTuple):
     usual: Period
     attacked: Period
     right: bool
-    """Whether the ordinary requests and the attack have their expected outcomes, and
-    ``HostileWorld.problems`` finds nothing."""
+    """Whether the ordinary requests and the attack had their expected outcomes, and
+    ``HostileWorld.problems`` found nothing."""
 
     @property
     def gap_ms(self) -> float:
@@ -177,8 +177,8 @@ def import_s(modules: str, runs: int) -> float:
 def main() -> None:
     """Runs all measurements and reports the figures."""
     options = arguments(__doc__)
-    # A thread of this process reads the calm streams. With a short switch interval, other threads
-    # of this process lengthen the measured gaps less.
+    # A thread of this process reads the calm streams. Other threads of this process can lengthen
+    # the measured gaps. With a short switch interval, they lengthen the gaps less.
     sys.setswitchinterval(0.0005)
     with hostile_world(short=False) as world:
         results = attacks(world, 1 if options.quick else 3)

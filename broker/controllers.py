@@ -128,7 +128,7 @@ class Controllers:
         names = ", ".join(sorted(pools.names("controller")))
         raise RequestError(
             Code.UNKNOWN_CONTROLLER,
-            f"no worker serves the controller {name!r}; served are: {names}",
+            f"no worker serves the controller {name!r}; the served controllers: {names}",
             path="$.controller",
         )
 
@@ -320,7 +320,7 @@ class Controllers:
             other is not worker
             and not other.leaves_with(worker)
             and other.state is WorkerState.READY
-            and other.fill < 1
+            and other.has_place
             for other in self._pools.steering(request.steered.served_as).workers.values()
         )
 

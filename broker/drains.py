@@ -50,7 +50,7 @@ class Drains:
             names = ", ".join(sorted(w.name for w in workers)) or "none"
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"no worker has the name {message.worker!r}; registered are: {names}",
+                f"no worker has the name {message.worker!r}; the registered workers: {names}",
                 path="$.worker",
             )
         requests = len(worker.requests) + len(worker.steers)

@@ -43,7 +43,7 @@ class Placement:
             )
         raise RequestError(
             Code.UNKNOWN_MODEL,
-            f"no worker serves the model {model!r}; served are: {names}",
+            f"no worker serves the model {model!r}; the served models: {names}",
             path="$.model",
         )
 

@@ -274,7 +274,7 @@ class Pools:
     @staticmethod
     def has_place(worker: Worker) -> bool:
         """Whether a controller worker accepts one more controller."""
-        return worker.state is WorkerState.READY and worker.fill < 1
+        return worker.state is WorkerState.READY and worker.has_place
 
 
 def _belongs(worker: Worker, key: Key) -> bool:

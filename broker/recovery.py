@@ -77,18 +77,12 @@ class Recovery:
 
     def awaits_workers(self, error: TokenbusError, now: float) -> bool:
         """Whether a request waits instead of being refused with ``error``. It waits as long as a
-                worker that serves the request may still register.
+        worker that serves the request may still register.
 
-                After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
-        <<<<<<< HEAD
-                the loss of the last worker that served something, they wait as ``lost`` says. If nothing
-                shows an earlier run, they wait until ``expiry_s`` after the start, and only while no worker
-                of their role is registered.
-        =======
-                the loss of the last worker that served a model or a controller, they wait for ``expiry_s``.
-                If nothing shows an earlier run, they wait until ``expiry_s`` after the start, and only
-                while no worker of their role is registered.
-        >>>>>>> c589bbd785afaf2d85533ee39b2a772d1973f645
+        After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
+        the loss of the last worker that served a model or a controller, they wait as ``lost`` says.
+        If nothing shows an earlier run, they wait until ``expiry_s`` after the start, and only
+        while no worker of their role is registered.
         """
         for role, codes in MISSING_OF_ROLE.items():
             if error.code in codes and self._is_missing(role, now):

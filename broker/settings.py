@@ -12,6 +12,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     """The settings that concern the broker: times in seconds, sizes in bytes."""
 
     heartbeat_s: float = 1.0
+    """Interval of the heartbeats between the broker and each worker."""
     expiry_s: float = 5.0
     """A worker is lost after this time without a message, and its streams move."""
     hung_step_s: float = 60.0
@@ -19,11 +20,13 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     move_wait_s: float = 120.0
     """Maximum time that an accepted request waits while no worker serves its model."""
     ping_s: float = 2.0
+    """Interval of PINGs from clients with the capability ``ping``."""
     session_expiry_s: float = 10.0
     """A client with the capability ``ping`` is lost after this time without a message."""
     session_grace_s: float = 5.0
-    max_keep_s: float = 3600.0
     """Time after which a session without a connection ends, unless its client connects again."""
+    max_keep_s: float = 3600.0
+    """Upper bound of ``Hello.keep_s``, with which a client extends ``session_grace_s``."""
     session_cut_s: float = 30.0
     """Time for which the session of a lost client waits for a new connection, if the broker has not
     noticed that the old connection closed. This happens, for example, if a network link is cut."""

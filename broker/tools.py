@@ -239,7 +239,7 @@ class Tools:
             without = (
                 ", because no tool worker is running; start one with: tokenbus tool serve FILE"
             )
-            why = f"; served are: {shown}" if names else without
+            why = f"; the served tools: {shown}" if names else without
             raise RequestError(Code.NO_WORKER, f"no worker serves the tool {tool!r}{why}")
         return serving
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .request import Request
     from .session import Session
 
+STORE_REQUESTS = 1_024
+"""Maximum number of requests to the module store at a controller worker. The worker refuses further
+requests of a tenant before the number is reached."""
 NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (), ()), [])
 
 
@@ -121,13 +124,18 @@ class Worker:
         except those above the capacity (``beyond``). So each place that becomes free goes to a
         queued request."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
-        return self._num_requests - beyond < self.capacity and self.in_flight.has_room
+        return self._num_requests - beyond < self._max_requests and self.in_flight.has_room
 
     def has_room_beyond(self, part: int) -> bool:
         """Whether one more request fits into the capacity plus a fraction 1/``part`` of the
         capacity."""
-        most = self.capacity + self.capacity // part
+        most = self._max_requests + self._max_requests // part
         return self._num_requests < most and self.in_flight.has_room
+
+    @property
+    def _max_requests(self) -> int:
+        """Maximum number of requests. The capacity of a controller worker is for controllers."""
+        return STORE_REQUESTS if self.role == "controller" else self.capacity
 
     @property
     def _num_requests(self) -> int:
@@ -145,6 +153,12 @@ class Worker:
         """Number of the worker's requests, controllers and calls, of this broker and of other
         brokers."""
         return len(self.requests) + len(self.steers) + len(self.calls) + self.elsewhere
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a controller worker has a place for one more controller. Requests to the module
+        store do not take places, because the uploads of one client could take all of them."""
+        return len(self.steers) + self.elsewhere < self.capacity
 
     def names(self) -> list[str]:
         """The models, including patterns, and the tools that the worker offers."""

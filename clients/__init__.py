@@ -1,4 +1,4 @@
-"""Clients of Tokenbus, which stream tokens from models that run in other processes.
+"""Clients of Tokenbus. A client streams tokens from models that run in other processes.
 
     from tokenbus.clients import Client
 

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from .base_client import BaseClient
+from .base_client import BaseClient, ClientOptions
 from .calls import Call
 from .chats import AsyncChat, Chats, Messages, Tools
 from .lanes import Delivery, hand_out
@@ -66,11 +66,12 @@ class AsyncClient(BaseClient):
         """``front``, ``patience_s``, ``key`` and ``keep_s`` are as in ``Client``.
 
         ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds this
-        number is cancelled and ends with SlowClientError. None: no maximum. ``wait_for_room``:
-        whether a request is sent again, until ``retry_s`` has passed, if the broker's queue is full
-        or the client has too many open requests. A server sets this to False, so that its own
-        clients decide whether to try again. ``session``: the token of a named session, which the
-        client begins or takes over. None begins a new session.
+        number is cancelled and ends with SlowClientError. None: no maximum. ``wait_for_room``: if
+        the broker's queue is full, or the client has too many open requests, the client sends the
+        request again until ``retry_s`` has passed. If False, such a request fails at once. A server
+        sets False, so that its own clients decide whether to try again. ``session``: the token of a
+        session that the client begins or, if the session exists already, takes over. If None, the
+        broker begins a session with a new token.
         """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
@@ -83,7 +84,7 @@ class AsyncClient(BaseClient):
             with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
-        super().__init__(front, deliver, patience_s, key, session, keep_s)
+        super().__init__(ClientOptions(front, patience_s, key, keep_s, session), deliver)
 
     def generate(
         self,
@@ -130,7 +131,7 @@ class AsyncClient(BaseClient):
         """One vector for each input. An input is a list of token ids (see ``tokenizer``). At most
         256 inputs are allowed.
 
-        Raises RequestError if the model does not give embeddings.
+        Raises RequestError if the model does not compute embeddings.
         """
         answer = await self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
@@ -163,7 +164,8 @@ class AsyncClient(BaseClient):
         return answer.status
 
     async def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a prompt part at the broker. Requests name the part in ``buffers=[name]``."""
+        """Stores a part of a prompt at the broker, under a name. The prompt of a request with
+        ``buffers=[name]`` begins with this part."""
         await self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 
@@ -216,7 +218,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
     def _enter_loop(self) -> None:
-        """Raises RuntimeError if this client is used by another event loop that is not closed."""
+        """Raises RuntimeError if another event loop uses this client and is not closed."""
         loop = asyncio.get_running_loop()
         if self._loops and self._loops[-1] is not loop and not self._loops[-1].is_closed():
             raise RuntimeError(
@@ -230,7 +232,7 @@ class AsyncClient(BaseClient):
         return await answer_to(self.begin(call))
 
     def begin(self, call: Call) -> AsyncStream:
-        """Sends a call that is not a stream; ``answer_to`` waits for the answer."""
+        """Sends a call that is not a stream. ``answer_to`` then waits for the answer."""
         return self._stream(call, None)
 
     def _stream(

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..protocol.keys import OwnKey, own_key
 from ..protocol.settings import load
-from .connection import Connection
+from .connection import Connection, ConnectionOptions
 from .lanes import Delivery
 from .request_options import Prompt
 
 
-class BaseClient:
-    """A client's connection to a broker. The parameters are those of ``Client``."""
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """The parameters of ``Client`` and ``AsyncClient`` that select the broker and the session. None
+    stands for the default, which may depend on the settings."""
 
-    def __init__(
-        self,
-        front: str | None,
-        deliver: Callable[[Delivery], None],
-        patience_s: float | None,
-        key: OwnKey | None,
-        session: str | None = None,
-        keep_s: float = 0.0,
-    ) -> None:
-        """``deliver`` receives events on the connection's thread. ``session`` is the token of a
-        named session; None begins a new session. Raises KeyFault if the key cannot be read, and
-        AddressError if ``front`` is not a valid address."""
+    front: str | None
+    patience_s: float | None
+    key: OwnKey | None
+    keep_s: float
+    session: str | None = None
+    """The token of a named session; None begins a new session."""
+
+
+class BaseClient:
+    """A client's connection to a broker."""
+
+    def __init__(self, options: ClientOptions, deliver: Callable[[Delivery], None]) -> None:
+        """``deliver`` receives events on the connection's thread. Raises KeyFault if the key cannot
+        be read, and AddressError if ``front`` is not a valid address."""
+        front, patience_s = options.front, options.patience_s
         settings = load(front=front)
         self.front = settings.front_endpoint if front is None else settings.front
         if patience_s is None:
-            patience_s = max(settings.session_timeout_s, keep_s)
+            patience_s = max(settings.session_timeout_s, options.keep_s)
+        key = options.key or own_key(settings, "client")
         self._connection = Connection(
-            self.front,
-            deliver,
-            patience_s,
-            key or own_key(settings, "client"),
-            session,
-            keep_s,
+            ConnectionOptions(self.front, patience_s, key, options.session, options.keep_s), deliver
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}

@@ -1,4 +1,5 @@
-"""A call: one request of this client, and the state of the request."""
+"""A *call*: one request of this client, and the state of the request. If a request fails, the
+client may send it again. Each time, a new *attempt* of the call begins."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ Request = (
 
 @dataclass(slots=True, eq=False)
 class SentInput:
-    """An input for the program of a stream. The input is kept until the stream ends, because all
-    inputs are sent again if the request is sent again."""
+    """An input for the program of a stream. The client keeps the input until the stream ends. If
+    the request is sent again, all its inputs are sent again too."""
 
     number: int
     text: str
@@ -103,14 +104,14 @@ class Unread(deque[Event]):
         self.watched = False
         """Whether ``wake`` is called when a row is added. The reader sets and clears this flag."""
         self.wake: Callable[[], None] = _sleep_on
-        """Wakes the reader. The function must not keep a reference to the stream, because a stream
-        cancels its request when its last reference is dropped."""
+        """Wakes the reader. The function must not keep a reference to the stream. A stream without
+        references cancels its request."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request, across all connections and attempts. If an *attempt* fails, the client may send
-    the request again, with another ``stream_id``. Times are in seconds."""
+    """One request, with all its attempts, on any connection. Each attempt has another
+    ``stream_id``. Times are in seconds."""
 
     type: bytes
     message: Request
@@ -118,7 +119,7 @@ class Call:
     timeout_s: float | None = None
     """Maximum duration of the call, which then ends with a ``timeout`` error."""
     stall_s: float | None = None
-    """Time after which the request is sent again if no message for the call arrives."""
+    """If no message for the call arrives during this time, the client sends the request again."""
     retry_s: float = 0.0
     """After the first retryable failure, the request may be sent again until this time has
     passed."""
@@ -127,15 +128,15 @@ class Call:
     span: ClientSpan | None = None
     """The span of the call, if the program uses tracing."""
     take: Callable[[Sequence[Event]], None] = _discard
-    """Receives the events, except rows. Like ``Unread.wake``, the function must not keep the stream
-    alive."""
+    """Receives the events, except rows. The function must not keep a reference to the stream, as
+    for ``Unread.wake``."""
     unread: Unread = field(default_factory=Unread)
     """The events that the reader has not read."""
 
     base: int | None = None
-    """The first ``stream_id`` of the call if the session is named; None in other sessions. A
-    *named* session is a session whose token was given to the client. There, an earlier client may
-    have begun the stream, and the lowest 8 bits of a ``stream_id`` count the attempts."""
+    """The first ``stream_id`` of the call if the session is named, else None. A session is *named*
+    if the program gave its token to the client. An earlier client with this token may have begun
+    the stream. The lowest 8 bits of a ``stream_id`` count the attempts."""
     repeated: bool = False
     """Whether an earlier client began the stream. A worker may then still report the stream to a
     restarted broker. The creator of the call sets this flag."""
@@ -154,15 +155,15 @@ class Call:
     received: int = 0
     """Number of entries that arrived in this attempt."""
     repeats: int = 0
-    """Number of entries that the client has already received and that the broker will now send
-    again, in the same order. The answer to ATTACH determines this number."""
+    """Number of entries that the broker will now send a second time, in the same order. The answer
+    to ATTACH determines this number."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
     """All inputs of the stream, in order."""
     input_at: float | None = None
-    """The time at which the client sends the first unconfirmed input again; None if this input was
-    not sent."""
+    """The time at which the client sends the first unconfirmed input again. None if this input was
+    not sent yet."""
     seen_messages: dict[int, int] = field(default_factory=dict)
     """Number of the program's messages that were delivered in any attempt, by sequence."""
     counted_messages: dict[int, int] = field(default_factory=dict)
@@ -179,18 +180,18 @@ class Call:
 
     @property
     def may_be_live(self) -> bool:
-        """Whether the client waits for a worker to report the stream after a restart of the broker.
-        If no entry of the stream was received, the client sends the request again instead, unless
-        ``retry_s`` is 0."""
+        """Whether the client waits, after a restart of the broker, until a worker reports the
+        stream. If this is false, the client sends the request again at once. It is true if an entry
+        of the stream was received, or if ``retry_s`` is 0."""
         streams = isinstance(self.message, Generate | Score)
         return streams and (self.received > 0 or self.retry_s == 0)
 
     @property
     def resends_unknown(self) -> bool:
-        """Whether the client sends the request again if no worker has reported the stream, even if
-        ``retry_s`` is 0. A stream that no worker has reported was lost. Either the broker was
-        restarted before it read the request, or both the broker and the workers of the request were
-        lost."""
+        """For a stream that the broker does not know, because no worker has reported it: whether
+        the client sends the request again, even if ``retry_s`` is 0. Such a stream was lost: the
+        broker was restarted before it read the request, or the broker and the workers of the
+        request were lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -207,17 +208,18 @@ class Call:
             sent.stored = False
 
     def begin_copy(self) -> None:
-        """Prepares for all entries of the stream from its beginning, in any order of its sequences.
-        The counts of delivered entries are kept, so that nothing is delivered twice."""
+        """Prepares for receiving all entries of the stream again. The entries of different
+        sequences may come in another order. The counts of delivered entries are kept, so that
+        nothing is delivered twice."""
         self.received = self.repeats = 0
         self.counted.clear()
         self.counted_messages.clear()
         self.ends_again.clear()
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry. Returns False if an earlier attempt has already delivered the entry.
-        Also returns False for a report (``Token.is_report``) without a new message, unless the
-        program waits.
+        """Counts an entry, and returns whether the entry is delivered. An entry that an earlier
+        attempt has delivered is not delivered again. A report (``Token.is_report``) is delivered
+        only if it has a new message, or says that the program waits.
         """
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
@@ -245,8 +247,8 @@ class Call:
         self.seen_messages[entry.seq] = max(had, after)
 
     def _ended_before(self) -> int:
-        """The number of sequences that are live in this attempt although an earlier attempt has
-        delivered their end. Attempts may differ in the order in which sequences end."""
+        """The number of sequences whose end an earlier attempt has delivered, but which are still
+        live in this attempt. In two attempts, sequences may end in a different order."""
         n = self.message.n if isinstance(self.message, Generate) else 1
         again = self.ends - self.ends_again
         return sum(seq < n or seq in self.counted for seq in again)
@@ -257,6 +259,6 @@ class Call:
         return self.counted.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:
-        """Counts ``entries`` entries of a sequence, all of which are new."""
+        """Counts ``entries`` new entries of a sequence."""
         self.received += entries
         self.seen[seq] = self.counted[seq] = self.counted.get(seq, 0) + entries

@@ -1,7 +1,7 @@
 """Conversations of a client with a model: ``Client.chat`` and ``AsyncClient.chat``.
 
-Messages have OpenAI's form. The client renders the model's chat template, and reads thinking and
-calls of tools from the answer. It uses the gateway's code for both.
+Messages have OpenAI's form. The client renders the model's chat template, and separates thinking
+and calls of tools from the text of the answer. The gateway does the same with the same code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .client import Client
     from .gateway.conversation.planning import Prepared
     from .gateway.models import ModelSource
-    from .gateway.templates import Templates
+    from .gateway.templates.templates import Templates
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages in OpenAI's form: ``{"role": "user", "content": "…"}``."""
@@ -39,12 +39,12 @@ class Chats:
     """Prepares the conversations of one client, and caches the tokenizers of its models."""
 
     def __init__(self, source: ModelSource) -> None:
-        """``source`` must not keep the client alive, because the client closes when its last
-        reference is dropped. Raises ImportError if the packages of the extra ``gateway`` are
+        """``source`` must not have a reference to the client, because the client closes when its
+        last reference is dropped. Raises ImportError if the packages of the extra ``gateway`` are
         missing."""
         try:
             from .gateway.models import ModelTable
-            from .gateway.templates import OwnTemplates
+            from .gateway.templates.templates import OwnTemplates
         except ImportError as error:
             raise ImportError(
                 f"chat needs the packages of the extra gateway ({error}); install them with "
@@ -63,10 +63,10 @@ class Chats:
         """The prompt of a conversation, and the form of its answer. Adds the model, ``text``, the
         default of ``max_tokens`` and the constraint to ``options``. Raises RequestError if the
         conversation is not valid."""
-        from .gateway.bodies import decode_body
+        from .gateway.bodies.leniency import Ignored
+        from .gateway.bodies.reading import decode_body
         from .gateway.conversation.planning import prepare
         from .gateway.errors import ApiError
-        from .gateway.leniency import Ignored
         from .gateway.openai.chat_bodies import ChatRequest
 
         given = {
@@ -170,8 +170,8 @@ def _message(prepared: Prepared, sequences: Sequence[GeneratedSequence]) -> dict
 class Chat:
     """The answer to a conversation.
 
-    Iteration yields the text of the answer as it arrives. If a controller removes text from the
-    answer, this text may already have been yielded; ``message`` has the final answer.
+    Iteration yields the text of the answer as it arrives. A controller may later remove text that
+    was already yielded. ``message`` has the final answer.
     """
 
     def __init__(self, stream: Stream, prepared: Prepared) -> None:
@@ -184,9 +184,9 @@ class Chat:
         return (text for entry in self.stream if (text := texts.read(entry)))
 
     def message(self) -> dict[str, Any]:
-        """Reads the answer to its end, and returns the assistant's message, which the next call of
-        ``chat`` accepts. Its fields are ``role``, ``content``, and if present ``tool_calls`` and
-        ``reasoning_content``."""
+        """Reads the answer to its end, and returns the assistant's message. The message can be one
+        of the ``messages`` of the next ``chat``. Its fields are ``role`` and ``content``, and
+        possibly ``tool_calls`` and ``reasoning_content``."""
         return _message(self._prepared, self.stream.wait())
 
     def text(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 from ..protocol.errors import TokenbusError
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from .base_client import BaseClient
+from .base_client import BaseClient, ClientOptions
 from .calls import Call
 from .chats import BlockingChats, Chat, Messages, Tools
 from .lanes import hand_out
@@ -44,17 +44,18 @@ from .streams import Stream
 class Client(BaseClient):
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
-    ``front`` is the broker's address. The default is the setting ``front`` (``TOKENBUS_FRONT`` or
-    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If ``front`` has several addresses,
-    separated by commas, the client connects to one of them. If this broker fails, the client
-    connects to the next one.
+    ``front`` is the broker's address. If it is None, the setting ``front`` applies
+    (``TOKENBUS_FRONT`` or ``tokenbus.toml``; default: ``tcp://127.0.0.1:5555``). ``front`` may be
+    several addresses of brokers, separated by commas. The client connects to one of these brokers.
+    If it fails, the client connects to the next one.
 
-    ``patience_s``: time in seconds that calls wait for a broker that does not answer. The default
-    is the setting ``session_timeout_s``, or ``keep_s`` if ``keep_s`` is longer. ``key``: the
-    client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
-    otherwise this machine's key if it exists. ``keep_s``: time in seconds for which the broker
-    keeps this client's streams while the client is not connected. Raises KeyFault if the key cannot
-    be read, and AddressError if ``front`` is not a valid address.
+    ``patience_s``: if the broker does not answer for this number of seconds, calls fail. The
+    default is the setting ``session_timeout_s``, or ``keep_s`` if ``keep_s`` is longer. ``key``:
+    the client's key, as ``OwnKey.read`` returns it. If it is None, the client uses the key file of
+    the setting ``key``. Without this setting, it uses this machine's key file, if there is one.
+    ``keep_s``: if the connection is lost, the broker continues this client's streams for at least
+    this number of seconds. Raises KeyFault if the key cannot be read, and AddressError if ``front``
+    is not a valid address.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
@@ -69,7 +70,7 @@ class Client(BaseClient):
         key: OwnKey | None = None,
         keep_s: float = 0.0,
     ) -> None:
-        super().__init__(front, hand_out, patience_s, key, keep_s=keep_s)
+        super().__init__(ClientOptions(front, patience_s, key, keep_s), hand_out)
         self._chats: BlockingChats | None = None
 
     def generate(
@@ -84,13 +85,13 @@ class Client(BaseClient):
         The options are those of ``GenerateOptions``, such as ``model``, ``seed``, ``stop``, ``n``,
         ``temperature`` (default 0, which is greedy) and ``max_tokens`` (default 64).
 
-        Raises TypeError if an option is unknown, and RequestError if the client finds that an
-        option is not valid. Other errors are raised when the stream is read: RequestError if the
-        request is not valid, UnavailableError, RequestTimeoutError, ControllerError,
-        SlowClientError, ServiceError.
+        Raises TypeError if an option is unknown, and RequestError if the client itself detects that
+        an option is not valid. Other errors are raised when the stream is read: RequestError (the
+        broker or the worker refuses the request), UnavailableError, RequestTimeoutError,
+        ControllerError, SlowClientError, ServiceError.
 
-        ``record``: the file to which the stream is written when it has ended or is closed, for
-        ``tokenbus replay``.
+        ``record``: when the stream has ended or is closed, it is written to this file. ``tokenbus
+        replay`` reads the file.
         """
         call = generate_call(prompt, options)
         if record is None:
@@ -133,7 +134,7 @@ class Client(BaseClient):
         """One vector for each input. An input is a list of token ids (see ``tokenizer``). At most
         256 inputs are allowed.
 
-        Raises RequestError if the model does not give embeddings.
+        Raises RequestError if the model does not compute embeddings.
         """
         answer = self.ask(embed_call(inputs, options))
         assert isinstance(answer.embedded, Embedded)
@@ -163,14 +164,15 @@ class Client(BaseClient):
     def status(
         self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
     ) -> Status:
-        """Workers, sessions and queues. ``streams`` adds the live streams that this client may see,
-        and ``metrics`` the counters and histograms."""
+        """Returns the broker's workers, sessions and queues. ``streams`` adds the live streams that
+        this client may see. ``metrics`` adds the counters and histograms."""
         answer = self.ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status
 
     def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a prompt part at the broker. Requests name the part in ``buffers=[name]``."""
+        """Stores a part of a prompt at the broker, under a name. The prompt of a request with
+        ``buffers=[name]`` begins with this part."""
         self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 
@@ -187,12 +189,12 @@ class Client(BaseClient):
         by: str = "",
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
-        """Stores a controller's Wasm module, from bytes or from a file, or the file of a script
-        (``.py``, ``.js``). Requests give the id of the module in ``controller=``.
+        """Stores a controller: a Wasm module, given as bytes or as a file, or the file of a script
+        (``.py``, ``.js``). Requests name the controller with ``controller=`` and the module's id.
 
         ``tag`` is a second name of the module, in addition to its id. If the module is already
-        stored, only the tag is added. ``by`` is the user who is shown with the tag, if the client
-        serves several users. Raises RequestError if the module is not valid.
+        stored, only the tag is added. ``by``: if the client serves several users, the name of the
+        user, for display next to the tag. Raises RequestError if the module is not valid.
         """
         return stored_module(self.ask(upload_call(wasm, tag, timeout_s, by)))
 
@@ -234,7 +236,7 @@ class Client(BaseClient):
         return answer_to(self.begin(call))
 
     def begin(self, call: Call) -> Stream:
-        """Sends a call that is not a stream; ``answer_to`` waits for the answer."""
+        """Sends a call that is not a stream. ``answer_to`` then waits for the answer."""
         return Stream(self, self._connection, call, None)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ..protocol.errors import Code, ConnectionLostError, TokenbusError
 from ..protocol.frames import Frames
@@ -20,38 +21,45 @@ from .lanes import Delivery
 from .session import ClientSession
 
 LINGER_MS = 500
-"""Maximum time for sending the submitted messages of a closed client, in milliseconds."""
+"""When a client is closed, its last messages are sent for at most this time, in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """The broker of a client's connection, and the client's session there."""
+
+    front: str
+    """The address of the broker, or several addresses separated by commas."""
+    patience_s: float = 30.0
+    """Time for which calls wait for a broker that does not answer, in seconds."""
+    key: OwnKey | None = None
+    """The client's key; None if the broker does not use keys."""
+    session: str | None = None
+    """The token of a named session; None begins a new session."""
+    keep_s: float = 0.0
+    """Time for which the broker keeps the client's streams without a connection, in seconds."""
 
 
 class Connection:
-    """Sends the calls of one client to the broker at ``front``.
+    """Sends the calls of one client to a broker.
 
     ``deliver`` receives the events of the calls on the connection's thread, and must not block. The
-    thread starts with the first call. ``key``: the client's key; None if the broker does not use
-    keys. Raises AddressError if ``front`` is not a ZeroMQ address.
+    thread starts with the first call. Raises AddressError if ``options.front`` is not a ZeroMQ
+    address.
     """
 
-    def __init__(
-        self,
-        front: str,
-        deliver: Callable[[Delivery], None],
-        patience_s: float = 30.0,
-        key: OwnKey | None = None,
-        session: str | None = None,
-        keep_s: float = 0.0,
-    ) -> None:
-        """``session``: the token of a named session; None: a new session. ``keep_s``: as in
-        ``Client``."""
+    def __init__(self, options: ConnectionOptions, deliver: Callable[[Delivery], None]) -> None:
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
         """This lock is reentrant, because the garbage collector may close the client in a thread
         that has the lock."""
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
-        own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
-        own.keep_s = keep_s
+        front, now = options.front, time.monotonic()
+        own = self._session = ClientSession(front, options.patience_s, now, options.session)
+        own.keep_s = options.keep_s
         peer = _ClientPeer(own, self._commands, deliver, self._end)
-        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
+        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=options.key)
 
     def carry_users(self) -> None:
         """Declares to the broker that the calls come from users without the operator's rights. Must
@@ -68,8 +76,8 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # The thread starts before the call is added to the commands. If the start failed
-            # afterwards, the call would be sent together with a later call.
+            # The thread is started before the call is added to the commands. In the other order, if
+            # the start failed, the call would be sent together with a later call.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
@@ -101,8 +109,8 @@ class Connection:
         return self._carrier.address
 
     def close(self, keep: bool = False) -> None:
-        """Ends the session, and every call that has not ended. With ``keep``, the broker keeps the
-        session for another client that has its token."""
+        """Ends every call that has not ended, and the session. If ``keep`` is true, the session
+        does not end at the broker, and another client with its token can take it over."""
         if self._carrier.forked:
             return
         with self._lock:
@@ -156,8 +164,8 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call when the broker has refused the connection. The broker would refuse the
-        next connection for the same reason."""
+        """Ends every call, because the broker has refused the connection. The broker would refuse
+        the next connection for the same reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)
@@ -165,7 +173,7 @@ class _ClientPeer:
         self._hand_on()
 
     def ended(self, reason: str) -> None:
-        """Ends every call with an error, because the readers would otherwise wait forever."""
+        """Ends every call with an error. Without this error, the readers would wait forever."""
         self._ended(reason)
         session, now = self._session, time.monotonic()
         while self._commands:

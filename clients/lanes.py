@@ -1,8 +1,8 @@
 """Delivers the rows of TOKEN messages in columns (``protocol/columns.py``). Each row goes to the
 *call* of its stream. A call is one request of this client (``calls.py``).
 
-The calls are looked up again only if a message has other sequences than the previous message, or
-after a call has ended or has sent ATTACH.
+Consecutive messages often have the same sequences. As long as they do, the calls are not looked up
+again, unless a call has ended or has sent ATTACH.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Step(NamedTuple):
     rows: Iterable[Row]
 
     def deliver(self) -> None:
-        """Adds each row to the queue of its call, and calls ``Unread.wake`` if the queue is
-        watched."""
+        """Adds each row to the queue of its call. If ``Unread.watched`` is set, also calls
+        ``Unread.wake``."""
         for unread, row in zip(self.unread, self.rows, strict=True):
             unread.append(row)
             if unread.watched:
@@ -47,8 +47,9 @@ def hand_out(delivery: Delivery) -> None:
 class Lanes:
     """The calls that receive the rows of consecutive messages with the same sequences.
 
-    All these messages have rows of the same sequences in the same order, so one count of messages
-    is kept for all rows. ``settle`` adds this count to the calls before the calls' counts are read.
+    All these messages have rows of the same sequences in the same order. So the lanes only count
+    the messages. Before the counts of the calls are read, ``settle`` adds the number of messages to
+    them.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
@@ -62,9 +63,9 @@ class Lanes:
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
-        """The lanes of a message. The result is None if the call of a row is unknown or has ended,
-        waits for the answer to an ATTACH, or receives entries that were already delivered. Raises
-        RequestError if the columns differ in length or a stream id is not valid."""
+        """The lanes of a message. None if the call of a row is unknown or has ended, if it waits
+        for the answer to an ATTACH, or if it receives entries a second time. Raises RequestError if
+        the columns differ in length or a stream id is not valid."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):

@@ -36,18 +36,18 @@ class Operator:
         self._client = client
 
     def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
-        """Drains the worker of this name and waits for its end; returns the number of requests that
-        the worker had. Other workers continue the streams; if no other worker can, this worker
-        finishes them. Raises RequestError if the client is not the operator, or if no worker has
-        this name."""
+        """Drains the worker of this name, and returns when the worker has left. Returns the number
+        of requests that the worker had. Other workers continue its streams. If no other worker can
+        continue a stream, this worker finishes it. Raises RequestError if the client is not the
+        operator, or if no worker has this name."""
         return drained_requests(self._client.ask(drain_call(name, timeout_s)))
 
     def pause(
         self, model: str = "", *, mode: PauseMode = "keep", timeout_s: float = DRAIN_S
     ) -> Rollout:
-        """Pauses a model: streams that begin later wait for ``resume``. ``mode``: whether live
-        streams stop (``keep``), run to their ends before this call returns (``wait``), or end as
-        ``cancelled`` (``abort``)."""
+        """Pauses a model: streams that begin later wait for ``resume``. ``mode``: with ``keep``,
+        live streams stop. With ``wait``, they run to their ends before this call returns. With
+        ``abort``, they end as ``cancelled``."""
         return rollout_of(self._client.ask(pause_call(model, mode, timeout_s)))
 
     def resume(self, model: str = "", *, timeout_s: float = DRAIN_S) -> Rollout:
@@ -63,11 +63,12 @@ class Operator:
         mode: UpdateMode = "recompute",
         timeout_s: float = DRAIN_S,
     ) -> Rollout:
-        """Replaces the weights of a model by the safetensors files in a folder, at all workers or
-        at none. Live streams continue with the new weights. ``mode``: whether their KV cache is
-        computed again (``recompute``) or kept (``keep``). ``version``: the number of the new
-        weights, above the current number; 0: the next number. ``timeout_s``: seconds after which
-        the update fails if a worker has not read the files."""
+        """Replaces the weights of a model by the safetensors files in a folder. If one worker
+        cannot read them, no worker changes its weights. Live streams continue with the new weights.
+        ``mode``: whether their KV cache is computed again (``recompute``) or kept (``keep``).
+        ``version``: the number of the new weights, above the current number; 0: the next number.
+        ``timeout_s``: if a worker has not read the files after this number of seconds, the update
+        fails."""
         return rollout_of(self._client.ask(update_call(folder, model, version, mode, timeout_s)))
 
     def send_weights(

@@ -5,8 +5,8 @@
     difference = first_difference(recording.entries, again(client, recording))
 
 A recording contains the entries of a stream, the request with its buffers and seed, and the model's
-fingerprint. It contains the controller's module only if the module was given to a ``Recorder``. A
-recording can also be run again on another machine.
+fingerprint. It contains the controller's module only if the program gave the module to a
+``Recorder``. Another machine can run the recording again.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def failure(self) -> str:
-        """The error of the stream, otherwise the first error of a sequence; empty without an
-        error."""
+        """The error of the stream. If the stream has no error, the first error of a sequence. Empty
+        if no sequence has an error either."""
         return self.error or next((e.error for e in self.entries if e.error), "")
 
 
@@ -104,8 +104,7 @@ class Recorder(Sequences):
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
         """Returns the stream's model, or None if the model is not known yet. Only AsyncClient sets
-        this function, because it does not wait for the answer to MODEL_INFO before it sends the
-        request."""
+        this function. AsyncClient sends the request before the answer to MODEL_INFO has arrived."""
         rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:
@@ -168,8 +167,7 @@ class Difference:
     at: int
     """The index of the entry in the sequence, from 0."""
     recorded: Token | None
-    """The entry of the recorded sequence; None if this sequence has fewer entries. ``replayed`` has
-    the entry of the other stream, or None."""
+    """The entry of the recorded sequence; None if this sequence has no entry at this index."""
     replayed: Token | None
 
     def __str__(self) -> str:
@@ -208,9 +206,9 @@ def again(
 ) -> Iterator[Token]:
     """Runs the recorded request again; yields at most ``until`` entries.
 
-    ``module``: a controller to run instead of the recorded one. ``inspect``: whether entries report
-    the effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the name
-    of the model, if the name has changed since the recording.
+    ``module``: a controller to run instead of the recorded controller. ``inspect``: whether entries
+    have the effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the
+    present name of the model, if it is not the recorded name.
 
     Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
     samples different tokens for the same seed.
@@ -265,9 +263,9 @@ def again(
 def first_difference(
     recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
 ) -> Difference | None:
-    """The first difference between two streams, in the order of ``recorded``; None if the streams
-    are equal.
-    ``prefix``: whether a sequence may be longer in one of the streams.
+    """The first difference between two streams. The first difference is the one that comes first in
+    ``recorded``. None if the streams are equal. ``prefix``: if true, a sequence may have more
+    entries in one of the streams.
 
     Texts, messages, log-probabilities and times are not compared.
     """

@@ -61,16 +61,15 @@ UPLOAD_S = 120.0
 """The default of ``timeout_s`` for ``upload_controller``, in seconds. A large module takes long to
 compile."""
 STORE_RETRY_S = 10.0
-"""Time during which requests to the module store are sent again if no worker is available, in
-seconds."""
+"""If no worker is available for a request to the module store, the client sends it again for this
+number of seconds."""
 
 
 class RequestOptions(TypedDict, total=False):
     """Options of all requests for tokens. Times are in seconds."""
 
     model: str
-    """The name of the model. Default: the served model if there is only one, otherwise the embedded
-    model."""
+    """The name of the model. If empty, the system's default model."""
     buffers: Sequence[str]
     """Names of the buffers whose contents precede the prompt."""
     priority: int
@@ -78,19 +77,20 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float
     """Time after which the request ends with RequestTimeoutError."""
     stall_s: float
-    """Time after which the request is sent again if no message for it arrives."""
+    """If no message for the request arrives during this time, the client sends it again."""
     retry_s: float
     """If the queue is full or a worker is lost, the request is sent again until this time has
     passed. Default: 30."""
     on_system: OnSystem
-    """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
+    """The thread that reads the stream calls this function with each notice (loading, queued,
+    retrying)."""
     trace: str
     """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
     by: str
-    """The user of the request, if one client serves several users. The users take turns in the
-    queue."""
+    """If one client serves several users: the user of this request. The requests of the users take
+    turns in the queue."""
     request_id: str
-    """The name of the request in log lines of all processes, at most 128 characters."""
+    """The id of the request in the log lines of all processes, at most 128 characters."""
 
 
 class ScoreOptions(RequestOptions, total=False):
@@ -138,22 +138,22 @@ class GenerateOptions(RequestOptions, total=False):
     """The argument of the controller. A text is sent unchanged, a list or a dict as JSON. Requires
     ``controller``."""
     heal_prompt: bool
-    """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
-    removed, and the output must begin with the text of this token. With ``text``, the text of the
-    first token is only the part after the prompt."""
+    """Whether the prompt may end in the middle of a word. If true, the worker removes the prompt's
+    last token, and the output must begin with the text of this token. Entries do not repeat this
+    text: the text of the first token is only the part after the prompt."""
     processed_logprobs: bool
     """Whether entries have ``processed``: the log-probability under the distribution that the token
     was drawn from."""
     kept: bool
     """Whether entries have ``kept``: the candidates that the token was drawn from."""
     inspect: bool
-    """Whether entries also have ``allowed``, ``cut``, ``bias`` and ``round_us``, which describe the
-    controller's masks, biases and rounds."""
+    """Whether entries also have ``allowed``, ``cut``, ``bias`` and ``round_us``. These fields
+    describe the controller's masks, biases and rounds."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
     """Makes the call for a GENERATE. Raises TypeError if an option is unknown, and RequestError if
-    the client finds that an option is not valid.
+    an option that the client checks is not valid.
 
     A sampled request without a seed receives a seed here, so that a retry generates the same
     tokens.
@@ -204,7 +204,7 @@ def embed_call(inputs: Sequence[Sequence[int]], options: EmbedOptions) -> Call:
 
 def _check_names(given: dict[str, Any], message: type[msgspec.Struct]) -> None:
     """Raises TypeError if an option in ``given`` is not a field of the message. ``_timing`` has
-    removed its own options from ``given``."""
+    already removed the options of the client itself."""
     for name in given.keys() - set(message.__struct_fields__):
         known = {*message.__struct_fields__, *RequestOptions.__annotations__}
         near = difflib.get_close_matches(name, known - {"stream_id", "prompt", "inputs"}, 1)
@@ -251,8 +251,8 @@ def resume_call(model: str, timeout_s: float) -> Call:
 def update_call(
     folder: str | Path, model: str, version: int, mode: UpdateMode, timeout_s: float
 ) -> Call:
-    """Makes the call for an UPDATE_WEIGHTS. ``timeout_s``: seconds that the workers have to read
-    the weights. The call times out after twice this time."""
+    """Makes the call for an UPDATE_WEIGHTS. ``timeout_s``: maximum time in which the workers read
+    the weights, in seconds. The call times out after twice this time."""
     message = UpdateWeights(
         stream_id=0,
         folder=str(folder),
@@ -357,8 +357,8 @@ def _store_call(
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
-    """Makes a call for the module store. A repeated call has no further effect, so each call may be
-    sent again."""
+    """Makes a call for the module store. Each call may be sent again, because a second call has no
+    further effect."""
     return Call(message_type, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
@@ -395,8 +395,8 @@ def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
 
 
 def _checked(text: str, path: str) -> str:
-    """Returns ``text``. Raises RequestError if UTF-8 cannot encode the text, for example after
-    decoding with ``surrogateescape``."""
+    """Returns ``text``. Raises RequestError if UTF-8 cannot encode the text. For example, bytes
+    were decoded with ``surrogateescape``."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -21,7 +21,7 @@ class GeneratedSequence:
     """One sequence of a stream: one of ``n``, or a fork that a controller made.
 
     A fork begins with the tokens of its parent. Both sequences may later remove some of these
-    tokens. Each sequence has its own logs and storage, which are never removed.
+    tokens. Each sequence has its own logs and storage. Nothing is removed from them.
     """
 
     seq: int
@@ -32,7 +32,7 @@ class GeneratedSequence:
     logprobs: list[float] = field(default_factory=list)
     """The log-probability of each token; NaN for an appended token, which was not sampled."""
     logs: str = ""
-    """The text that the controller has logged or printed, of all rounds so far."""
+    """The text that the controller has logged or printed so far."""
     storage: list[Any] = field(default_factory=list)
     """The controller's writes to variables, in order, in the form of AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
@@ -40,8 +40,8 @@ class GeneratedSequence:
     waiting: int = 0
     """The number of the input that the program waits for; 0 if it does not wait for an input."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """For each token, the most likely tokens and the token itself, with their log-probabilities;
-    empty for an appended token."""
+    """For each token: the log-probabilities of the most likely tokens and of the token itself, by
+    id. Empty for an appended token."""
     finish_reason: str | None = None
     error: str | None = None
     """The error message if the sequence failed, else None."""
@@ -68,8 +68,8 @@ class GeneratedSequence:
     """With the option ``kept``: the candidates that each token was drawn from, as in
     ``Token.kept``. None for an appended token, or without the option."""
     spans: list[tuple[int, Span]] = field(default_factory=list)
-    """How the tokens were computed: spans of tokens that were computed in the same way. Each span
-    comes with the index of its first token, and ends where the next span begins."""
+    """How the tokens were computed. A span says this for consecutive tokens. The number is the
+    index of the span's first token. A span ends where the next span begins."""
     exact: bool | None = None
     """Whether all steps of the stream until the end of this sequence were exact with the same
     arithmetic (``Token.exact``). The bits of the sequence's logits and log-probabilities then do
@@ -152,8 +152,8 @@ class GeneratedSequence:
 
 
 def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
-    """The spans that remain when the tokens from index ``length`` on are removed. The last span
-    remains even if all of its tokens are removed, because the next tokens belong to it."""
+    """The spans that remain when the tokens from index ``length`` on are removed. If all tokens of
+    the last span are removed, this span still remains, because the next tokens belong to it."""
     found = [(min(first, length), span) for first, span in spans]
     return [one for one, after in pairwise(found) if after[0] > one[0]] + found[-1:]
 
@@ -187,8 +187,9 @@ class Sequences:
         self._add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Called when the stream has been read to its end (``complete``) or was closed. ``error``:
-        the error of the stream, or None."""
+        """Called when the stream has been read to its end, or was closed before its end.
+        ``complete``: whether it was read to its end. ``error``: the error of the stream, or
+        None."""
 
     def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:
@@ -230,7 +231,8 @@ class Sequences:
         return [by_seq[number] for number in sorted(by_seq)]
 
     def failure(self) -> TokenbusError | None:
-        """The error of a stream that timed out, or whose only sequence failed; otherwise None."""
+        """The error if the stream has timed out, or if its only sequence has failed. None in all
+        other cases."""
         ended = list(self.by_seq.values())
         if any(s.finish_reason == "timeout" for s in ended):
             return RequestTimeoutError(Code.TIMEOUT, "the timeout of the request has expired")
@@ -247,8 +249,8 @@ class Scores:
     tokens: list[int]
     logprobs: list[float]
     texts: list[str]
-    """The text of each token; empty strings without the option ``text``. The option is set by
-    default if the scored part is given as text."""
+    """The text of each token; empty strings without the option ``text``. If the scored part is a
+    text, the option is set by default."""
     top_logprobs: list[dict[int, float]]
     """The most likely tokens at each position, as in ``GeneratedSequence``; empty dicts if they
     were not requested."""

@@ -1,9 +1,10 @@
 """The client's side of the protocol. The code uses neither sockets nor a clock.
 
-The caller passes received frames and the time. ``outgoing`` contains the messages to send, and
-``ready`` contains the events of calls. A session outlives its connection: on a new connection, the
-session sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each
-entry is delivered once, and calls end when their time limits have passed.
+A *call* is one request of this client (``calls.py``). The caller passes received frames and the
+time to the session. ``outgoing`` contains the messages to send, and ``ready`` contains the events
+of calls. A session outlives its connection: on a new connection, the session sends HELLO with its
+token, and ATTACH for each stream. Lost requests are sent again, each entry is delivered once, and
+calls end when their time limits have passed.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ from .lanes import Delivery, Lanes
 log = logging.getLogger(__name__)
 
 HELLO_AGAIN_S = 5.0
-"""Seconds without an answer to HELLO after which a new connection is opened."""
+"""If HELLO is not answered for this number of seconds, a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The shortest and the longest pause before another attempt, in seconds. The pause doubles with
-each attempt. If the broker gives a pause, that pause is used instead."""
+"""The shortest and the longest pause before another attempt, in seconds. Each pause is twice the
+previous one. If the broker's error contains a pause, this pause is used instead."""
 LOOK_S = 0.25
 """Interval between checks of the deadlines, in seconds."""
 HINT_S = 3.0
-"""If calls wait, a warning is logged after this number of seconds without a broker."""
+"""If calls wait and no broker answers for this number of seconds, a warning is logged."""
 GRACE_S = 1.0
-"""Seconds after the timeout of a request after which the client ends the request itself. Normally,
-the broker has already ended the request."""
+"""Normally, the broker ends a request at its timeout. If the broker has not done so this number of
+seconds later, the client ends the request itself."""
 
 INPUT_AGAIN_S = 1.0
-"""Seconds after which an input without an answer is sent again."""
+"""If an input is not answered for this number of seconds, it is sent again."""
 
 STREAM_BITS, TRY_BITS = 20, 8
 """The stream ids of a named session have two fields in their lowest ``STREAM_BITS`` bits. The
@@ -79,36 +80,37 @@ MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
 
 
 class ClientSession:
-    """The session of one client with the broker at ``front``. If ``front`` has several addresses,
-    separated by commas, a new connection may be to another broker.
+    """The session of one client with the broker at ``front``. ``front`` may be several addresses,
+    separated by commas. The next connection may then be to another of these brokers.
 
-    ``patience_s``: seconds that calls wait for a broker that does not answer.
+    ``patience_s``: if the broker does not answer for this number of seconds, calls fail.
     """
 
     encodings: tuple[str, ...] = ("msgpack", "json")
     capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
     """The capabilities in the HELLO of the session."""
     keep_s: float = 0.0
-    """Seconds for which the broker keeps the session without a connection."""
+    """If the connection is lost, the broker keeps the session for at least this number of
+    seconds."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
-        """``token``: the token that the session should have. A session with a given token is
-        *named*. This client opens the session. If another client with the same token has opened the
-        session before, this client takes over the session and its streams."""
+        """``token``: the token that the session shall have; None: the broker chooses the token. A
+        session with a given token is *named*. If a session with this token exists already, this
+        client takes over the session and its streams."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """Delivers a message in columns if it has the same sequences as the last such message. None
-        if no such message has arrived, or if a call of these sequences has changed since."""
+        """Delivers TOKEN messages in columns, as long as they have the same sequences. None if no
+        such message has arrived, or if a call of these sequences has changed since the last one."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""
         self._barriers: dict[int, Call] = {}
-        """Unanswered BUFFER calls, by the number of the PING that the session sends after each
-        BUFFER. The PONG confirms the BUFFER."""
+        """Unanswered BUFFER calls. After each BUFFER, the session sends a PING, whose number is the
+        key. The PONG confirms the BUFFER."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
         self._token = token
@@ -119,8 +121,8 @@ class ClientSession:
         self._may_have_more = False
         """Whether workers may still report streams of a named session. WELCOME sets this flag."""
         self._foreign = False
-        """Whether the streams of the named session belong to another request. This client then
-        neither uses nor ends these streams."""
+        """Whether the streams of the named session belong to another request of the program. This
+        client then neither uses nor ends these streams."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
@@ -152,7 +154,7 @@ class ClientSession:
             self._offline_since = now
 
     def lost(self, now: float) -> bool:
-        """Whether the broker has been silent for so long that a new connection is needed."""
+        """Whether a new connection is needed, because the broker has been silent for too long."""
         if not self._welcomed:
             return now - self._hello_at > HELLO_AGAIN_S
         return now - self._received_at > self._silence_s
@@ -213,8 +215,8 @@ class ClientSession:
         self._next_input(call, now)
 
     def _next_input(self, call: Call, now: float) -> None:
-        """Sends the first input that is not stored, if the broker can receive it now. Does nothing
-        if the input was sent and ``input_at`` is in the future."""
+        """Sends the first input that is not stored, if the broker can receive it now. If the input
+        was already sent, it is not sent again before ``input_at``."""
         ready = self._welcomed and call.sent and not call.attaching
         waiting = next((sent for sent in call.inputs if not sent.stored), None)
         if waiting is None:
@@ -236,8 +238,8 @@ class ClientSession:
             call.input_at = None
             self._next_input(call, now)
         elif sent.reported or answer.code in (Code.NO_WORKER, Code.UNKNOWN_STREAM):
-            # UNKNOWN_STREAM is not reported here. If the stream has ended, this client receives
-            # its end too, and ``_fail_inputs`` then reports the end.
+            # UNKNOWN_STREAM is not reported here. If the stream has ended, the client also receives
+            # the stream's end. ``_fail_inputs`` then reports the end.
             call.input_at = now + (answer.retry_after_s or INPUT_AGAIN_S)
         else:
             error = error_for(answer.code, answer.message, retry_after_s=answer.retry_after_s)
@@ -264,16 +266,15 @@ class ClientSession:
             self._end(call, error)
 
     def bye(self, keep: bool = False) -> None:
-        """Ends the session; the broker then ends the streams of the session. With ``keep``, only
-        the connection ends."""
+        """Ends the session and its streams. With ``keep``, only the connection ends."""
         keep = keep or self._foreign
         self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
         if self._welcomed:
             self._send(b"BYE", Bye(keep=keep))
 
     def _queue(self, call: Call) -> None:
-        """Queues the next attempt of a call. The attempt gets a new stream id, so that entries of
-        earlier attempts are dropped."""
+        """Queues the next attempt of a call. The attempt has a new stream id, so that entries of
+        earlier attempts can be recognized and dropped."""
         call.number = next(self._ids)
         if call.base is not None:
             call.number = call.base + min(call.tries, MAX_TRY)
@@ -282,8 +283,8 @@ class ClientSession:
         self._calls[call.number] = self._waiting[call.number] = call
 
     def _begin(self, call: Call, now: float) -> None:
-        """Sends a call, or attaches to the call's stream if the named session already has this
-        stream."""
+        """Sends a call. If the session is named and already has the call's stream, attaches to this
+        stream instead."""
         if call.base is None or call.tries:
             self._send_call(call, now)
             return
@@ -519,8 +520,8 @@ class ClientSession:
                 error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
         elif body.code == Code.SESSION_TAKEN and self._named:
-            # Another client has taken over the session. With the session's token, this client would
-            # take it back.
+            # Another client has taken over the session. If this client used the session's token
+            # again, it would take the session back.
             self._named, self._token = False, None
             self.end_all(error)
         elif body.type == "BUFFER" and self._barriers:
@@ -548,15 +549,15 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # The entries after entry number ``attached`` follow. The client may already have some
-            # of them, from the answer to an earlier ATTACH. If ``attached`` is 0, all entries
-            # follow, possibly from another copy of the stream and in another order.
+            # The entries from number ``attached`` on follow. The client may already have received
+            # some of them after an earlier ATTACH. If ``attached`` is 0, all entries follow. They
+            # may then come from another copy of the stream, in another order.
             if msg.attached:
                 call.repeats = max(0, call.received - msg.attached)
             else:
                 call.begin_copy()
             call.attaching = False
-            # Lanes deliver every row, so they must not receive rows of repeated entries.
+            # Lanes deliver every row. So lanes must not be used while entries are repeated.
             self._lanes = None
             call.moves = msg.moves
             call.input_at = None
@@ -629,7 +630,8 @@ def _buffer_name(call: Call) -> str:
 
 
 def _in_flight(call: Call) -> SentInput:
-    """The input that an ERROR for an INPUT of this call refuses: the first that is not stored."""
+    """The first input of a call that is not stored. An ERROR for an INPUT of this call refuses this
+    input."""
     return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
 
 

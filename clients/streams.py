@@ -48,8 +48,8 @@ class _Reader:
         self._on_system = on_system
         self._unread = call.unread
         self._to_end = False
-        """Whether the reader waits for the end of the stream. It is then not woken for each
-        token."""
+        """Whether the reader waits for the end of the stream. If so, a token does not wake the
+        reader."""
         self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
@@ -71,8 +71,8 @@ class _Reader:
     @property
     def waiting(self) -> bool:
         """Whether the program waits for an input (``ctx.receive``) that was not sent yet, according
-        to the entries that have been read. False if a worker is of an earlier release, which does
-        not report that a program waits."""
+        to the entries that have been read. Workers of earlier releases do not report that a program
+        waits; the value is then False."""
         running = (one for one in self.sequences if one.finish_reason is None)
         return not self._finished and any(one.waiting > self.num_inputs for one in running)
 
@@ -113,9 +113,9 @@ class _Reader:
             self._read(event)
 
     def _collect(self, pop_other: bool = False) -> Event | None:
-        """Reads the rows and entries that have arrived, up to the first event of another kind. With
-        ``pop_other``, removes and returns that event. Several threads may call this method
-        while the stream is read to its end."""
+        """Reads the rows and entries that have arrived, up to the first event of another kind. If
+        ``pop_other`` is true, removes this event and returns it. Several threads may call this
+        method at the same time."""
         unread, add_row = self._unread, self._add_row
         with self._collecting:
             while unread:
@@ -150,8 +150,8 @@ class _Reader:
             self._call.span.end(self.sequences, error)
 
     def _raise_failure(self) -> None:
-        """Raises the error of the stream, if it failed, or RuntimeError if the stream was closed.
-        Called after the last entry."""
+        """Called after the last entry. If the stream failed, raises its error. If the stream was
+        closed, raises RuntimeError."""
         if self._closed:
             raise RuntimeError(
                 "this stream was closed before its end; stream.sequences has the entries that were "
@@ -275,9 +275,9 @@ class Stream(_Reader):
 class AsyncStream(_Reader):
     """The tokens of one request, as they arrive. Its methods are those of ``Stream``.
 
-    The stream continues if a task is cancelled while it waits for an entry, for example by
-    ``asyncio.timeout``. The stream is closed if a task is cancelled while it waits for the end
-    (``wait``, ``text``, ``tokens``).
+    A task that waits for an entry may be cancelled, for example by ``asyncio.timeout``: the stream
+    continues. If a task is cancelled while it waits for the end (``wait``, ``text``, ``tokens``),
+    the stream is closed.
     """
 
     def __init__(
@@ -382,7 +382,8 @@ class AsyncStream(_Reader):
         return next((s.tokens for s in await self.wait()), [])
 
     async def arrived(self) -> list[Token]:
-        """All entries that have arrived; waits for at least one. Returns ``[]`` after the last.
+        """Waits for at least one entry, and returns all entries that have arrived. After the last
+        entry, returns ``[]``.
 
         A server uses this method to write several entries to its client at once.
         """

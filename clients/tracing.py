@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """The HTTP request that causes the current task of the gateway to send requests to the bus."""
+    """The HTTP request that the current task of the gateway handles. The task's requests to the bus
+    carry its ids."""
 
     request_id: str
     trace: str
@@ -59,9 +60,9 @@ class ClientSpan:
 
 def identify(message: Generate | Score) -> ClientSpan | None:
     """Adds the request id of ``origin`` and a trace context to a request. If the program uses
-    OpenTelemetry, the trace context belongs to a new span; otherwise it is copied from ``origin``.
-    Returns the new span; None if no span is recorded, or if the request already had a trace
-    context."""
+    OpenTelemetry, this function creates a span, and the trace context is the span's. If it does
+    not, the trace context is that of ``origin``. Returns the new span. Returns None if no span is
+    recorded, or if the request already had a trace context."""
     given = origin.get()
     if given is not None and not message.request_id:
         message.request_id = given.request_id

@@ -26,15 +26,15 @@ class WeightsContent:
         self.sha256 = hashlib.sha256(content).hexdigest()
 
     def parts(self) -> Iterator[tuple[int, bytes]]:
-        """The parts to send, each with the number of bytes before it."""
+        """Yields the parts to send. The number is the part's offset in the file, in bytes."""
         for offset in range(0, self.size, WEIGHTS_PART_BYTES):
             yield offset, bytes(self._content[offset : offset + WEIGHTS_PART_BYTES])
 
 
 @contextmanager
 def opened(weights: Weights) -> Iterator[WeightsContent]:
-    """Opens the content of a safetensors file, which must not change meanwhile. Raises OSError if
-    the file cannot be read, and ValueError if it is empty."""
+    """Opens the content of a safetensors file. The file must not change while it is open. Raises
+    OSError if the file cannot be read, and ValueError if it is empty."""
     if isinstance(weights, str | Path):
         with (
             Path(weights).open("rb") as file,

@@ -1,15 +1,14 @@
 """Compiles a text to the automaton over bytes that matches every substring of the text.
 
-The automaton is the suffix automaton of the text, but its strings begin only at the first byte of a
-character. It is built byte by byte. A state stands for all strings whose occurrences end at the
-same places of the text. The same continuations are possible after each of these strings. The
-automaton has at most two states for each byte of text.
+The automaton is a suffix automaton of the text, but its strings begin only at the first byte of a
+character. It is built byte by byte. If several strings occur in the text and their occurrences end
+at the same places, one state stands for all of them, because the same continuations are possible
+after each of them. The automaton has at most two states for each byte of text.
 
 In UTF-8, the first byte of a character differs from its other bytes. Strings that begin inside a
 character are left out: in the state of the empty string, only first bytes of characters have
-transitions. A state accepts if its strings end between two characters.
-All strings of a state end at the same places, so either all or none of them end between two
-characters.
+transitions. A state accepts if its strings end between two characters. This is the same for all
+strings of a state, because they end at the same places.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -26,7 +25,7 @@ from .regex.dfa import Dfa
 MAX_TEXT_BYTES = 65_536
 """Maximum number of bytes of a text in UTF-8."""
 MAX_STATES = 65_535
-"""Maximum number of states, including the dead state: the guest engine has 16 bits for a state."""
+"""Maximum number of states, including the dead state. The guest engine has 16 bits for a state."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
 _DEAD, _START = 0, 1
 _CONTINUES = bytes(byte & 0xC0 == 0x80 for byte in range(256))
@@ -37,13 +36,13 @@ class SubstringError(ValueError):
 
 
 def compile_substring(text: str) -> Dfa:
-    """The automaton that matches every substring of whole characters of a text, including the empty
-    text.
+    """The automaton that matches each substring of a text, including the empty text. A substring
+    consists of whole characters.
 
     The automaton has about 1.5 states for each byte of prose, and at most 2. If the end of the text
-    also occurs elsewhere in the text, the automaton has a few states more than the minimal
-    automaton. Raises SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8,
-    needs more than ``MAX_STATES`` states, or has a lone surrogate.
+    also occurs elsewhere in the text, the automaton is not minimal, but has only a few states more.
+    Raises SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8, needs more
+    than ``MAX_STATES`` states, or has a lone surrogate.
     """
     try:
         data = text.encode()
@@ -74,8 +73,8 @@ def compile_substring(text: str) -> Dfa:
 
 
 class _TooMany(Exception):
-    """The automaton has too many states. The automaton of only the first ``fits`` bytes of the text
-    does not exceed the maximum."""
+    """The automaton has too many states. An automaton of only the first ``fits`` bytes of the text
+    would not exceed the maximum."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)
@@ -83,12 +82,13 @@ class _TooMany(Exception):
 
 
 def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]:
-    """The transitions of the automaton, and a byte for each state: 1 if it accepts, else 0."""
+    """The transitions of the automaton, and a byte for each state: 1 if the state accepts, 0 if it
+    does not."""
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the
-    # state of a shorter string: the longest suffix that begins at the first byte of a character and
-    # occurs at more places.
+    # state of a suffix of this string: the longest suffix that begins at the first byte of a
+    # character and occurs at more places.
     length = [0, 0]
     link = [_DEAD, _DEAD]
     accepting = bytearray((0, 1))
@@ -118,7 +118,8 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
         if length[target] == longest:
             link.append(target)
             continue
-        # The shorter strings of the target also end at this place, so they get a separate state.
+        # Only the shorter strings of the target also end at this place, so they get a separate
+        # state.
         split = new + 1
         if split >= MAX_STATES:
             raise _TooMany(at)

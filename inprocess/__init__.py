@@ -7,9 +7,9 @@
         for line in lmtp:
             print(line)
 
-The threads run the same code as separate processes do, and exchange the same messages, but through
-queues in place of sockets. The package is meant for tests, notebooks, and programs that contain
-their own model server.
+The threads run the same code as the separate processes, and exchange the same messages. Queues
+replace the sockets. The package is meant for tests, notebooks, and programs that contain their own
+model server.
 """
 
 from .connection import Connection

@@ -19,18 +19,19 @@ from ..transport.memory import Link
 MAX_WAITING = 4096
 """Maximum number of messages that wait for the broker. At this number, senders block."""
 RETRY_S = 0.002
-"""Seconds until delivery to a peer is tried again after its link was full."""
+"""If the link to a peer is full, the broker tries to deliver again after this number of seconds."""
 
 
 class MemoryBroker:
-    """A broker that clients reach at ``front`` and workers at ``back``, between the calls of
-    ``start`` and ``close``."""
+    """A broker in this process. ``front``: the address for clients. ``back``: the address for
+    workers. Peers can connect after ``start`` and before ``close``."""
 
     def __init__(self, front: str, back: str, settings: BrokerSettings) -> None:
         self._core = Broker(settings, boot=new_boot(), now=time.monotonic())
         self._links: dict[bytes, Link] = {}
         self._arrived: deque[tuple[Side, Link, Frames | None]] = deque()
-        """Messages for the broker. None in place of a message means that the link was closed."""
+        """Messages for the broker. An item with None in place of a message means that its link was
+        closed."""
         self._changed = threading.Condition()
         self._closing = False
         limit = settings.max_pending_bytes
@@ -107,8 +108,8 @@ class MemoryBroker:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         sent = [(self._outboxes[message.side].post(message), message) for message in messages]
-        # Failures are handled after all messages were posted, because the messages with which the
-        # core reacts to a failure must not overtake earlier messages.
+        # Failures are handled after all messages were posted. The core may react to a failure with
+        # further messages, which must not overtake the posted messages.
         for result, message in sent:
             if result is Sent.GONE:
                 self._gone(message.side, message.peer, message.frames)

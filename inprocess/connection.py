@@ -1,4 +1,4 @@
-"""A client's connection in memory, as lines of LMTP."""
+"""A client's connection to a broker in this process. It sends and receives lines of LMTP."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..transport.waiting import get_within
 
 
 class Connection:
-    """Sends lines, ``<TYPE> <JSON>``, and receives lines. One thread may send while another
-    receives.
+    """Sends and receives lines of the form ``<TYPE> <JSON>``. One thread may send while another
+    thread receives.
 
     If the client does not read from a connection for a long time, the broker ends the connection's
     streams with ``slow_client``, as on any transport. Raises AddressError if no broker of this
@@ -32,8 +32,7 @@ class Connection:
     def send(self, line: str) -> None:
         """Sends a message. An invalid message is answered with an ``ERROR``.
 
-        Raises ConnectionLostError if the connection is closed, by ``close`` or at the end of the
-        system.
+        Raises ConnectionLostError if ``close`` or the end of the system has closed the connection.
         """
         if self._link.broken:
             raise ConnectionLostError(Code.CONNECTION_LOST, "the connection is closed")
@@ -61,8 +60,8 @@ class Connection:
                 raise TimeoutError(f"no message arrived within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Closes the connection. For ``session_grace_s``, another connection can take over a
-        session that began with HELLO."""
+        """Closes the connection. If the connection's session began with HELLO, another connection
+        can take over the session for ``session_grace_s``."""
         self._link.close()
         self._arrivals.put(None)
 

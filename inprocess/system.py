@@ -39,13 +39,14 @@ class _Worker(Protocol):
 
 
 class InProcess:
-    """A system within this process. ``settings``: by default, the settings that ``load`` reads.
+    """A complete Tokenbus system within this process. ``settings``: by default, the settings that
+    ``load`` reads.
 
     ``controllers``: whether the system has a controller worker and a state worker. By default, this
     is the case if the extra ``controller`` is installed. Uploaded modules and variables are stored
-    in the ``run_dir`` of the settings, or else in a folder that is deleted at the end.
-    ``Client(system.address)`` and ``AsyncClient(system.address)`` work as with any other address.
-    The class needs the extra ``gpu``.
+    in the ``run_dir`` of the settings. If ``run_dir`` is not set, they are stored in a folder that
+    ``close`` deletes. ``Client(system.address)`` and ``AsyncClient(system.address)`` work as with
+    any other address. The class needs the extra ``gpu``.
 
     ``start`` raises UnavailableError if the system is not ready within five minutes, and
     ServiceError if a worker cannot run.

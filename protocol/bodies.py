@@ -58,8 +58,8 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
     """Decodes ``body`` as a value of type ``kind``. If ``encoding`` is None, the body's first byte
     determines the encoding (``encoding_of``).
 
-    Raises RequestError: ``bad_message`` if the body is not valid JSON or msgpack, ``invalid_field``
-    with the path of the field if a value has the wrong type or is out of range.
+    Raises RequestError. The code is ``bad_message`` if the body is not valid JSON or msgpack. It is
+    ``invalid_field``, with the path of the field, if a value has the wrong type or is out of range.
     """
     encoding = encoding or encoding_of(body)
     try:

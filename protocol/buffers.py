@@ -1,10 +1,10 @@
-"""Encodes buffers in the form in which the broker stores them for a session and forwards them to
-workers. A buffer is a part of prompts.
+"""Encodes buffers. A buffer is a part of a prompt that the broker stores for a session and forwards
+to workers. Several prompts may contain the same buffer.
 
 The first byte of a stored buffer is ``t`` or ``s``. After ``t``, the buffer has token ids (u32
 little-endian each). After ``s``, it has text (UTF-8). If a ``GENERATE`` or ``SCORE`` names buffers,
-the broker adds the buffers to the message for the worker, as its last attachments. After a move,
-the ``Transcript`` follows them.
+the broker adds the buffers to the message for the worker, as its last attachments. If another
+worker ran the request before, a ``Transcript`` follows the buffers.
 """
 
 from __future__ import annotations

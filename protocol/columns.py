@@ -1,9 +1,9 @@
 """Encodes tokens in columns. This is a form of ``TOKEN`` for clients that have the capability
 ``columns``.
 
-In a step, most streams only receive a token. In a list of entries, each token is a map in which the
-names of the fields are repeated. In columns, each field is one array with a value for each token.
-So neither side encodes or decodes single tokens.
+Most entries of a stream only have a token. In a list of entries, each entry is a map that repeats
+the names of its fields. In columns, each field is one array with a value for each token. So neither
+side encodes or decodes tokens one by one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NAMES = {
     "kept": "k",
     "entries": "e",
 }
-"""The names of the fields on the wire. They are short, because the broker stores the bodies: a body
-with one row and four columns has 41 bytes."""
+"""The names of the fields on the wire. The names are short, because the broker stores the bodies. A
+body with one row and four columns has 41 bytes."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns. Each row has a token of a stream. Entries that do not fit
     into a row are in ``entries``.
 
-    The columns are little-endian. A row represents an entry with ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and no other
-    fields except ``top_logprobs`` with only the row's token. In one body, either all entries of a
-    stream are rows, or all are in ``entries``.
+    The columns are little-endian. A row represents an entry with the fields ``token``,
+    ``stream_id``, ``logprob``, ``pos`` and ``seq``, and possibly ``text``, ``processed`` and
+    ``kept``. The entry's ``top_logprobs`` has only the entry's token. The entry has no other
+    fields. In one body, either all entries of a stream are rows, or all are in ``entries``.
     """
 
     streams: bytes = b""
@@ -65,8 +65,8 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
     for the field. Empty if no row has the field."""
     entries: list[Token] = []
-    """The entries of the streams that have at least one entry in this body that cannot be a row
-    (``is_plain``)."""
+    """Entries that are not rows. If one entry of a stream cannot be a row (``is_plain``), all
+    entries of the stream in this body are here."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -114,8 +114,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     """The rows of a body; raises RequestError if its columns differ in length, or a stream id is
     not valid.
 
-    ``like``: the rows of an earlier body. If its ``streams`` and ``seqs`` are the same, these
-    columns are not unpacked again.
+    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``. These two columns
+    are then not unpacked again.
     """
     rows = len(body.streams) // 8
     u64, u32, f64 = _unpackers(rows)
@@ -132,9 +132,9 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
         columns += [body.seqs, body.processed]
         raise RequestError(
             Code.BAD_MESSAGE,
-            f"the columns of a TOKEN have {tuple(map(len, columns))} bytes; expected "
-            f"{(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, {4 * rows} or 0, and {8 * rows} or 0, "
-            f"for {rows} rows",
+            f"the columns of a TOKEN with {rows} rows have {tuple(map(len, columns))} bytes; "
+            f"expected {(8 * rows, 4 * rows, 8 * rows, 4 * rows)}, then {4 * rows} or 0, then "
+            f"{8 * rows} or 0",
         ) from None
     if like is None and rows and max(streams) > MAX_STREAM_ID:
         raise RequestError(
@@ -149,7 +149,7 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
 
 
 def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
-    """The values of a column that is a list: ``rows`` values. An empty list stands for the value
+    """Returns the ``rows`` values of a column that is a list. An empty list stands for the value
     None in each row. Raises RequestError if the list has another length."""
     if values and len(values) != rows:
         raise RequestError(
@@ -174,8 +174,8 @@ def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
     """Encodes entries as columns. If all entries of a stream are plain (``is_plain``), they become
-    rows; otherwise they stay entries. The order within each stream does not change. ``texts``:
-    whether rows may have text."""
+    rows. If one of them is not plain, all entries of the stream stay entries. The order within each
+    stream does not change. ``texts``: whether rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
@@ -254,9 +254,8 @@ def plain_entry(
 
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
-    """Whether a row can represent an entry. For this, the entry must have a token, each of its
-    fields must have a column, and each value must fit into its column. ``texts``: whether rows may
-    have text."""
+    """Whether a row can represent an entry: the entry has a token, each of its fields has a column,
+    and each value fits into its column. ``texts``: whether rows may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

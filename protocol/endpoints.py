@@ -14,8 +14,8 @@ def separate(addresses: str) -> list[str]:
 
 def numbered(address: str, number: int) -> str:
     """Derives the address of the broker ``number`` from ``address``, the address of broker 0. A TCP
-    port is increased by 10 for each broker. The name of a socket file gets ``-NUMBER`` at its end,
-    or before its suffix.
+    port increases by 10 from each broker to the next. The name of a socket file gets ``-NUMBER``,
+    before its suffix if it has one.
 
     Raises ValueError if ``number`` is not 0, and the address is neither a ``tcp://`` address with a
     port nor an ``ipc://`` address.
@@ -34,8 +34,8 @@ def numbered(address: str, number: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is ``localhost`` or a loopback address, which only users of this machine can
-    reach."""
+    """Whether ``host`` is ``localhost`` or a loopback address. Only users of this machine can reach
+    such a host."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

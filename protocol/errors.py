@@ -1,5 +1,5 @@
-"""Errors with stable codes. ``ERROR`` messages contain the code, from which clients make the
-exception that they raise.
+"""Errors with stable codes. An ``ERROR`` message contains the code. The code determines the
+exception that a client raises.
 
 The code is part of the protocol, because programs compare it. The message is for people. It says
 which value is wrong and why, and then what would be right.
@@ -37,8 +37,8 @@ class Code(StrEnum):
     DEADLOCK = "deadlock"
     # A call of a tool by the controller failed.
     TOOL_FAILED = "tool_failed"
-    # Several workers in a row died while they ran the request, or calls of the request's module
-    # have killed guest processes several times.
+    # Several workers in a row died while they ran the request. Or the processes that ran the
+    # request's module died several times.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
@@ -53,7 +53,7 @@ class Code(StrEnum):
     SESSION_LOST = "session_lost"
     CONNECTION_LOST = "connection_lost"
     TIMEOUT = "timeout"
-    # An error in Tokenbus or in the code of the model.
+    # Tokenbus or the code of the model has an error.
     INTERNAL = "internal"
 
 

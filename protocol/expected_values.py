@@ -43,8 +43,8 @@ MAX_SHOWN = 256
 """Maximum number of characters of msgspec's error that are shown. The error repeats the client's
 invalid text, which may have any length."""
 MAX_REPEATED_BYTES = 65_536
-"""Maximum number of bytes of a body that are decoded again, from the beginning, to find the number
-that an error message shows."""
+"""To find the wrong value that an error message shows, up to this number of bytes are decoded
+again, from the beginning of the body."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -75,8 +75,8 @@ def plain(message: str) -> str:
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The wrong value, as the end of an error's text, such as ``, not -5``. Empty if the error is
-    not about a number that is out of bounds or a name that is not valid.
+    """The wrong value, as the end of an error's text, such as ``, not -5``. Empty unless the error
+    is about a number that is out of bounds, or about a name that is not valid.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
     number or the name at ``path``.
@@ -109,7 +109,8 @@ def named_values(message: str, kind: Hashable, path: str) -> str | None:
 
 
 def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The types that a union allows, or the type itself if it is not a union, without bounds."""
+    """The types of a union. If ``kind`` is not a union, only this type. Bounds are removed from the
+    types."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):

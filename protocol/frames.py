@@ -14,8 +14,8 @@ Frames = list[bytes]
 
 
 class Message(NamedTuple):
-    """A decoded message. One codec encodes it as frames (this module), the other as a line
-    (``lines.py``)."""
+    """A decoded message. This module encodes messages as frames; ``lines.py`` encodes them as
+    lines."""
 
     type: bytes
     body: Any
@@ -23,8 +23,8 @@ class Message(NamedTuple):
 
 
 def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
-    """The frames of a message. Messages between the broker and workers have a header, messages
-    between the broker and clients do not."""
+    """The frames of a message. A message between the broker and a worker has a header. A message
+    between the broker and a client has none."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]
 

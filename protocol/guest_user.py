@@ -1,4 +1,5 @@
-"""The operating system's user under which guest processes run (the setting ``guest_user``)."""
+"""The operating system's user under which guest processes run (the setting ``guest_user``). A guest
+process runs modules and scripts that clients have uploaded."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ class Flag(IntFlag):
     MOVED = 8
     """The request was at another worker before. Its last attachment is a ``Transcript``."""
     TEXTS = 16
-    """The client also accepts rows with text. Set only together with ``COLUMNS``."""
+    """The client also accepts columns with texts. Set only together with ``COLUMNS``."""
 
 
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The number of the lowest bit of ``Header.flags`` that belongs to the time that the request has
-waited at the broker. This bit and all higher bits contain the time in milliseconds."""
+"""From the bit with this number on, ``Header.flags`` contains the time that the request has waited
+at the broker, in milliseconds."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 
@@ -52,8 +52,9 @@ class Header(NamedTuple):
     """The header of a message between the broker and a worker.
 
     ``request`` is the id that the broker assigned to the request; 0 if the message is not about a
-    request. ``address`` is the client session of the request. In a message between two workers,
-    ``address`` is the receiver before the broker forwards the message, and the sender afterwards.
+    request. ``address`` is the client session of the request. In a message from one worker to
+    another, the sender writes the receiver's id into ``address``. The broker replaces it by the
+    sender's id when it forwards the message.
     """
 
     request: int = 0

@@ -51,8 +51,8 @@ class HealthFile:
             self.touch(READY if ready else NOT_READY, now)
 
     def touch(self, text: str, now: float) -> None:
-        """Records that the process works: writes the file if the text has changed, and otherwise
-        updates the modification time at most once every ``EVERY_S`` seconds."""
+        """Records that the process works. If the text has changed, writes the file. If it has not
+        changed, updates the modification time, at most once every ``EVERY_S`` seconds."""
         if self._path is None or (text == self._text and now < self._next):
             return
         self._next = now + EVERY_S

@@ -42,8 +42,8 @@ def boot_of(number: int) -> int:
 
 
 def new_session_token() -> str:
-    """A new session token: 128 random bits, in hexadecimal. A client that has the token and the
-    session's key can take the session over."""
+    """A new session token: 128 random bits, in hexadecimal. A client that has the token, and
+    connects with the session's key, can take the session over."""
     return secrets.token_hex(16)
 
 
@@ -53,10 +53,10 @@ def is_session_token(text: str) -> bool:
 
 
 def session_id(token: str, key: str = "") -> int:
-    """The id of the session with this token, of the client with this CURVE public key.
+    """Computes the id of a session from its token and from its client's CURVE public key.
 
-    The id is derived from the token and the key. A restarted broker receives the id from workers.
-    It can then check whether a client has the token of this session.
+    Workers report the ids of sessions to a restarted broker. When a client sends a token, the
+    broker can check whether the token belongs to one of these sessions.
     """
     digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_ID

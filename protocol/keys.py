@@ -1,4 +1,4 @@
-"""Key files, which determine the clients and workers that may connect to a broker.
+"""Key files. They determine which clients and workers may connect to a broker.
 
 The broker and each of its clients and workers have a key pair of CURVE (curve25519,
 http://curvezmq.org). A *key file* contains the pair of one holder and the public key of the broker.
@@ -285,7 +285,7 @@ def check_name(name: str) -> None:
     if NAME.fullmatch(name) is None:
         raise KeyFault(
             f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and "
-            "'-', of which the first is a letter or a digit"
+            "'-'; the first must be a letter or a digit"
         )
 
 

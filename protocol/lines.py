@@ -72,15 +72,15 @@ def frames_line(frames: Sequence[bytes]) -> str:
 
 
 def frames_binary(frames: Sequence[bytes]) -> bytes:
-    """Encodes a message from the broker, to a client whose encoding is msgpack, as one binary
-    message: the type, a space, and the bodies. The bodies need no separator, because a decoder of
-    msgpack finds the end of each body."""
+    """Encodes the broker's message to a client with msgpack as one binary message: the type, a
+    space, and the bodies. The bodies need no separator, because a decoder of msgpack finds the end
+    of each body."""
     return b"%b %b" % (frames[0], b"".join(frames[1:]))
 
 
 def error_line(error: TokenbusError, line: str) -> str:
-    """The line of an ``ERROR`` that answers a client's line. The line was refused before it was
-    sent to the broker."""
+    """The line of an ``ERROR`` that answers ``line``, a client's line that was refused before it
+    was sent to the broker."""
     message_type = line.strip().partition(" ")[0].encode("utf-8", "replace")
     return encode_line(Message(b"ERROR", error_body(error, None, message_type)))
 

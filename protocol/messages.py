@@ -97,18 +97,18 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """The token from an earlier ``WELCOME``. The client takes over the session of this token. It
     must connect with the same key as the client that began the session."""
     begin: bool = False
-    """Begin a session with the token in ``session``, which the client has chosen: a secret of 32
-    hexadecimal digits. Has no effect if the broker already has a session with this token, under any
-    key."""
+    """Begin a new session whose token is ``session``. The client has chosen this token: a secret of
+    32 hexadecimal digits. Has no effect if a session with this token exists already, even if it
+    belongs to another key."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
     buffers again."""
     keep_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Minimum number of seconds for which the session and its streams continue without a
-    connection, for example while a program waits for the next input of a user who has left. The
-    broker's settings ``session_grace_s`` and ``max_keep_s`` are the lower and the upper bound of
-    this time. Over a gateway, the field has no effect unless the client's API key has its own
+    """If the client's connection is lost, the session and its streams continue for at least this
+    number of seconds. For example, a program can wait for the next input of a user who has left.
+    The broker's settings ``session_grace_s`` and ``max_keep_s`` are the lower and the upper bound
+    of this time. Over a gateway, the field has no effect unless the client's API key has its own
     tenant."""
     client: UserName = ""
     """Name and version of the program, for the operator."""
@@ -131,9 +131,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     """Chosen by the client, unique among the live streams of its session."""
     model: ModelName = ""
-    """The name of the model; if empty, the default model. If all workers have the same default, it
-    is the default model. If the defaults differ and one of them is the embedded model, the embedded
-    model is the default model."""
+    """The name of the model; if empty, the default model. Each GPU worker has a default. If all of
+    them have the same default, this is the default model. If their defaults differ, the default
+    model is the embedded model, provided that at least one worker has it as its default."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each. If
     there is no attachment either, the prompt consists of the buffers."""
@@ -143,7 +143,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """When the stream ends, store the prompt and the tokens of sequence 0 in a buffer of this
     name."""
     text: bool = False
-    """Text mode: each entry with a token also has a text, which consists of the characters that the
+    """Text mode: each entry with a token also has a text. The text has the characters that the
     token completes."""
     controller: ControllerName | None = None
     """The controller: the tag or the id of a module, or the name of a built-in constraint, or the
@@ -161,8 +161,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """End the stream, with the finish reason ``timeout``, this many seconds after the request
     arrived."""
     by: UserName = ""
-    """The user who sent the request, if one session serves several users; the requests of the users
-    take turns in the queue."""
+    """The user who sent the request. Only given if one session serves several users. In the queue,
+    the requests of the users take turns."""
     group: GroupName = ""
     """A secret that several sessions of one client have in common, such as the sessions of a
     gateway. In the queue, their requests take turns as if they belonged to one session."""
@@ -222,8 +222,9 @@ class Cancel(Struct, kw_only=True, omit_defaults=True):
 class Attach(Struct, kw_only=True, omit_defaults=True):
     """``ATTACH``: resume a stream of this session.
 
-    The answer is an ``ERROR`` or ``MSG {"attached": …}``, followed by the entries of the stream
-    from number ``attached`` on. The client discards entries that arrive before the answer.
+    The answer is an ``ERROR`` or ``MSG {"attached": …}``. After this ``MSG``, the broker sends the
+    entries of the stream from number ``attached`` on. The client discards entries that arrive
+    before the answer.
     """
 
     stream_id: StreamId
@@ -246,9 +247,9 @@ class Input(Struct, kw_only=True, omit_defaults=True):
     """``INPUT``: a text for the program of a running stream of this session. The program receives
     it with the call ``receive``.
 
-    The answer is ``MSG {"input": …}`` with the number of the input. An input without an answer is
-    sent again, with the same number; the program receives it once. The stream continues if the
-    input is refused.
+    The answer is ``MSG {"input": …}`` with the number of the input. If no answer arrives, the
+    client sends the input again with the same number. The program receives the input only once. If
+    the input is refused, the stream continues.
     """
 
     stream_id: StreamId
@@ -271,8 +272,8 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
-    """``BUFFER``: store a part of prompts in the session under a name. A request uses the part if
-    it has the name in ``buffers``.
+    """``BUFFER``: store a text or token ids in the session under a name. If a request lists this
+    name in ``buffers``, its prompt contains the buffer.
 
     The message has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of
     these, the buffer is deleted.
@@ -339,14 +340,16 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     streams: bool = False
     """List the live streams too. The operator receives all streams. A user of a gateway receives
-    the streams of its own session, and any other client the streams of all clients with its key."""
+    the streams of its own session. Any other client receives the streams of all clients with its
+    key."""
     own: bool = False
     """List only the streams of this session, for every kind of client."""
     metrics: bool = False
     """Include the counters and histograms of the broker and of each worker."""
     tools: Annotated[list[Name], Meta(max_length=MAX_DESCRIBED_TOOLS)] = []
-    """Names of tools to describe. The answer is an error if the sender's programs may not call one
-    of these tools (``not_allowed``), or if no worker serves one of them (``no_worker``)."""
+    """Names of tools to describe. If the list has a tool that the sender's programs may not call,
+    the answer is the error ``not_allowed``. If it has a tool that no worker serves, the answer is
+    the error ``no_worker``."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -401,7 +404,8 @@ class Tags(Struct, kw_only=True, omit_defaults=True):
 class Delete(Struct, kw_only=True, omit_defaults=True):
     """``DELETE``: delete a tag, or a module with all its tags.
 
-    The answer is ``MSG`` with a ``StoredModule`` as its result, which describes what was deleted.
+    The answer is ``MSG``. Its result is a ``StoredModule`` that describes the deleted tag or
+    module.
     """
 
     stream_id: StreamId
@@ -413,10 +417,11 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
     """``DRAIN``: make a worker leave. The worker is not assigned any further requests, and hands
     over its streams if other workers can take them.
 
-    When the worker has left, the answer is a ``MSG`` with the result ``{"worker": name, "requests":
-    number}``. ``requests`` is the number of requests that the worker had when DRAIN arrived. Only
-    the operator may send DRAIN. The operator is a client with the operator's key. If the broker has
-    no keys, it is any client on the broker's machine except a gateway.
+    When the worker has left, the answer is a ``MSG`` whose result is
+    ``{"worker": name, "requests": number}``. ``requests`` is the number of requests that the worker
+    had when DRAIN arrived. Only the operator may send DRAIN. The operator is a client with the
+    operator's key. If the broker has no keys, it is any client on the broker's machine except a
+    gateway.
     """
 
     stream_id: StreamId
@@ -452,12 +457,13 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """``UPDATE_WEIGHTS``: the workers of a model replace the model's weights while streams run.
 
     The weights are in ``folder``, or in one safetensors file with ``size`` and ``sha256``. If
-    ``shared`` is given, the file is in this shared memory of the workers' machine. Otherwise the
-    client sends it in WEIGHTS messages, which follow this message.
+    ``shared`` is given, the file is in this shared memory of the workers' machine. If neither
+    ``folder`` nor ``shared`` is given, the client sends the file in WEIGHTS messages after this
+    message.
 
     Each worker first reads and checks the new weights. If the checks of all workers succeed, each
-    worker replaces its weights between two steps. Otherwise the answer is an ``ERROR``, and no
-    worker changes its weights.
+    worker replaces its weights between two steps. If a check fails, the answer is an ``ERROR``, and
+    no worker changes its weights.
     """
 
     stream_id: StreamId
@@ -494,7 +500,8 @@ class SendWeights(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     sha256: Sha256
-    """``UpdateWeights.sha256`` of the update, which the same session has sent."""
+    """``sha256`` of the UPDATE_WEIGHTS to which the part belongs. The same session must have sent
+    this UPDATE_WEIGHTS."""
     offset: Count = 0
     """Number of bytes of all earlier parts."""
 
@@ -510,8 +517,8 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
     streams: Count = 0
     """Number of live streams that stopped, were aborted, or continue under the new weights."""
     update_pause_ms: float = 0.0
-    """The longest time, over all workers, for which a worker stopped its steps to replace the
-    weights, in milliseconds."""
+    """Each worker stops its steps while it replaces the weights. This is the longest of these
+    stops, in milliseconds."""
     weights: str = ""
     """``Span.weights`` of the new weights, as the first worker reports it."""
 
@@ -552,9 +559,10 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     client has not acknowledged. If ``recovering`` is true, workers may report more streams
     later."""
     recovering: bool = False
-    """Whether the session comes from an earlier run of the broker, or from another broker, so that
-    workers may still report its streams. An ``ATTACH`` is answered when a worker reports the
-    stream, or with ``unknown_stream`` when the time for reports is over. Buffers are lost."""
+    """Whether the session comes from an earlier run of the broker, or from another broker. Workers
+    may then still report its streams. When a worker reports a stream, the broker answers the
+    stream's ``ATTACH``. If no worker has reported the stream when the time for reports is over, the
+    answer is ``unknown_stream``. Buffers are lost."""
     server: str = ""
     capabilities: list[str] = []
     ping_s: Period = 2.0
@@ -574,9 +582,9 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     If the hashes are equal, the weights are equal. With a LoRA adapter, ``+NAME@HASH`` follows: the
     name and the hash of the adapter."""
     exact: str = ""
-    """The arithmetic of the forwards, such as ``AVX512``, if the bits of logits and
-    log-probabilities do not depend on the batch; otherwise empty. If two spans have equal fields,
-    and this field is not empty, equal sequences have equal bits in both."""
+    """The arithmetic of the forwards, such as ``AVX512``. Empty if the bits of logits and
+    log-probabilities depend on the batch. If this field is not empty, and two spans have equal
+    fields, equal sequences have equal bits in both spans."""
     version: WeightsVersion = 0
     """The version number that the last UPDATE_WEIGHTS gave to the weights; 0 if there was no
     UPDATE_WEIGHTS."""
@@ -642,9 +650,10 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     a sequence, in its first entry from another worker, and in its first entry after an update of
     the weights."""
     exact: bool | None = None
-    """In the last entry of a sequence: whether each step of its stream so far, also at earlier
-    workers, was exact with the same arithmetic (``Span.exact``). If so, the bits of the sequence's
-    logits and log-probabilities do not depend on batches, chunks, drafts, forks and moves."""
+    """In the last entry of a sequence: whether all steps of the stream so far were exact, with the
+    same arithmetic (``Span.exact``). Steps at earlier workers count too. If true, the bits of the
+    sequence's logits and log-probabilities do not depend on batches, chunks, drafts, forks and
+    moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
@@ -667,17 +676,17 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """The answer to the controller's ``Query`` about this token. It is in the stream for replays of
     the controller. In an entry without a token, it answers the action ``look``."""
     wakes: int = 0
-    """How often the sequence was woken from suspension since its last sampled token, for replays of
-    the controller."""
+    """How often the sequence was woken from suspension since its last sampled token. Replays of the
+    controller need this number."""
     scores: Scores = []
-    """The scores of the texts that the program of the stream has scored as continuations of the
-    sequence. They are in the stream for replays of the controller."""
+    """The program of the stream has scored texts as continuations of the sequence. These are their
+    scores. They are in the stream for replays of the controller."""
 
     @property
     def is_report(self) -> bool:
-        """Whether the entry is a report: it only has messages, logs or writes of a program, or says
-        that the program waits. Reports are not counted as entries, because another attempt may
-        divide the same messages among entries in another way."""
+        """Whether the entry is a report. A report has only messages, logs or writes of a program,
+        or says that the program waits. Reports are not counted as entries: if another worker runs
+        the request again, it may send the same messages in more or in fewer entries."""
         changes = self.token is not None or self.backtrack or self.prompt or self.is_input
         return not changes and self.parent is None and self.finish_reason is None
 
@@ -893,10 +902,11 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
-    """Answers an ``ATTACH``: the number of the first entry that follows, usually ``received``. It
-    is 0 if the valid copy of the stream is not the copy from which the client has received entries.
-    The two copies may order the entries of different sequences differently. So the client then
-    discards, for each sequence, as many entries as it has already received."""
+    """Answers an ``ATTACH``: the number of the first entry that follows. This is usually
+    ``Attach.received``. It is 0 if two workers had copies of the stream, and the client has
+    received the entries of the copy that is no longer valid. The two copies may order the entries
+    of different sequences differently. So the client discards the first entries of each sequence,
+    as many as it has already received."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
@@ -956,9 +966,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session that began with ``HELLO``. If false, for
-    example because the broker was restarted or the session has expired, the client sends ``HELLO``
-    again."""
+    """Whether this connection has a session that began with ``HELLO``. If false, the client sends
+    ``HELLO`` again. For example, the broker was restarted, or the session has expired."""
     position: Count = 0
     """For a client with the capability ``ack``: the number of ends of requests that were sent on
     this connection so far."""

@@ -1,4 +1,4 @@
-"""The metrics of processes: series of numbers and histograms, in the form that STATUS has.
+"""The metrics of processes: series of numbers and histograms, in the form of the answer to STATUS.
 
 Workers count events, and send the totals with their heartbeats. The broker stores the last totals
 of each worker. All gateways request them from the broker, so all of them report the same numbers,
@@ -39,13 +39,14 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Upper bounds of a histogram of the number of tokens in a step."""
 
 OTHER = "other"
-"""The value of a label under which all further values are counted when the label has its maximum
-number of different values."""
+"""When a label has its maximum number of different values, events with further values are counted
+under this value."""
 
 
 class Histogram(Struct):
-    """Numbers of observed values by size. ``counts[i]`` is the number of values above ``bounds[i -
-    1]`` and up to ``bounds[i]``. The last count is the number of values above all bounds."""
+    """Numbers of observed values by size. ``counts[i]`` is the number of values above
+    ``bounds[i - 1]`` and up to ``bounds[i]``. The last count is the number of values above all
+    bounds."""
 
     bounds: Sequence[float]
     counts: list[int]

@@ -35,9 +35,9 @@ class Aliases:
     """Names that stand for models.
 
     An entry is ``NAME``, which stands for the default model, or ``NAME=MODEL``. The NAME may be a
-    pattern with ``*`` and ``?``. An entry with exactly the requested name takes precedence;
-    otherwise the first entry whose pattern matches applies. A requested name that is the MODEL of
-    an entry is not replaced.
+    pattern with ``*`` and ``?``. If an entry has exactly the requested name, this entry applies. If
+    no entry has the name, the first entry whose pattern matches applies. A requested name that is
+    the MODEL of an entry is not replaced, unless an entry has exactly this name.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:

@@ -12,7 +12,8 @@ CONFIG = "config.json"
 
 
 def path_fault(text: str) -> str | None:
-    """Says why a worker cannot load a model from a path; None if nothing is wrong."""
+    """The reason why a worker cannot load a model from a path; None if the path passes all
+    checks."""
     try:
         return _fault(Path(text), text)
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 PAGE_TOKENS = 256
-"""Tokens in a page. This is a multiple of each block size of KV caches."""
+"""Tokens in a page. The block size of each KV cache divides this number."""
 PAGE_BYTES = 4 * PAGE_TOKENS
 """Bytes of a page. Each of its token ids is a little-endian u32. A page of text has the same number
 of bytes, because a token stands for about 4 bytes of text."""

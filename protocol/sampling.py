@@ -13,15 +13,16 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum number of characters of a stop string. A sequence holds back up to this number of
-characters, because they may be the beginning of a stop string."""
+"""Maximum number of characters of a stop string. A worker may hold back up to this number of
+characters of a sequence, because they may be the beginning of a stop string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024
-"""If a token had more candidates than this number, only their number is reported, not their ids."""
+"""Maximum number of candidates whose ids an entry reports. If a token had more candidates, the
+entry only reports their number."""
 SAMPLING_VERSION = 3
-"""The version of the sampling algorithm of GPU workers. Each change after which equal seeds give
-other tokens increases this number."""
+"""The version of the sampling algorithm of GPU workers. If a change of the algorithm gives other
+tokens for equal seeds, this number increases."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 MAX_QUERY_TOP = 64
 MAX_QUERY_TOKENS = 256
@@ -29,8 +30,8 @@ Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
-    """The sampling parameters of one request. Parameters of LMTP have LMTP's names, the others
-    those of vLLM and OpenAI.
+    """The sampling parameters of one request. Parameters of LMTP have LMTP's names. The other
+    parameters have the names of vLLM and OpenAI.
 
     The parameters are applied to a row of logits ``[vocab]`` in this order. First, ``logit_bias``
     is added. Then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits

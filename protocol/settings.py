@@ -64,8 +64,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """A file that this process touches while it works, so that probes can check the process. If
     empty, there is no such file."""
     session_timeout_s: Positive = 30.0
+    """Maximum time for which a client waits for a broker that does not answer."""
     command_timeout_s: Positive = 3.0
-    """How long a client waits for a broker that does not answer."""
+    """Like ``session_timeout_s``, for the client of a command."""
 
     model: str = "embedded"
     """The model of the GPU workers: a path, a hub id, ``embedded`` or ``auto``. With ``auto``,
@@ -99,16 +100,16 @@ class Settings(Struct, kw_only=True, frozen=True):
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute logits with the same bits in every batch. ``auto``: do this for models for which the
-    worker's kernels can do it. ``on``: refuse all other models."""
+    """Compute logits with the same bits in every batch. ``auto``: only for models for which the
+    worker's kernels can do this. ``on``: refuse other models. ``off``: never."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
     """``auto``: draft likely next tokens of a sequence, and verify several of them in one step."""
     draft_model: str = ""
-    """A path or a hub id of a small model with the same tokenizer, which drafts tokens. It is used
-    for a sequence whose text has no repetitions to draft from. If empty, there is no draft
-    model."""
+    """A small model that drafts tokens: its path or hub id. It must have the same tokenizer. The
+    worker drafts with this model if a sequence's text has no repetition to draft from. If empty,
+    there is no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: only on a GPU."""
@@ -121,8 +122,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
     controller_pre_ms: Positive = 1.0
+    """CPU time limit of ``pre_process``, in milliseconds."""
     controller_mid_ms: Positive = 20.0
+    """CPU time limit of ``mid_process``, in milliseconds."""
     controller_post_ms: Positive = 1.0
+    """CPU time limit of ``post_process``, in milliseconds."""
     controller_script_ms: Positive = 100.0
     """CPU time limit of each call of a script except ``init_prompt``, in milliseconds. For scripts,
     it replaces the three limits above, because an interpreter executes a program 20 to 50 times as
@@ -132,9 +136,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller's own time limits. After this time, the sequence ends. The first decision includes
     the start of the controller: compiling a grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
-    """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
-    A call that executes too many instructions then fails on every machine, fast or slow. The CPU
-    time limits are then a second longer. If 0, only CPU time is limited."""
+    """Number of Wasm instructions that a controller may execute for each millisecond of its CPU
+    time limits. A call that executes more instructions fails on every machine, fast or slow. The
+    CPU time limits are a second longer in this case. If 0, only CPU time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
@@ -147,15 +151,15 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 64
     """Maximum number of guest processes of one controller worker. Uploaded modules run in guest
-    processes. Each guest process runs the modules of one key (without keys, of one session) for one
-    tokenizer. If 0, modules run on the worker's threads."""
+    processes. Each guest process runs the modules of one client key for one tokenizer. If clients
+    have no keys, it runs the modules of one session. If 0, modules run on the worker's threads."""
     guest_user: str = ""
     """The user under which guest processes run. The worker needs the right to change users. If
     empty, guest processes run under the worker's own user."""
     grammar_compile_s: Positive = 1.5
-    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
-    takes up to a quarter longer, because the compiler then searches for the slow part, which the
-    error names."""
+    """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. When the limit
+    is exceeded, the compiler searches for the slow part, which the error names. This takes up to a
+    quarter of the limit."""
     grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
@@ -197,19 +201,21 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """In a Ray cluster: workers are added when more workers were needed for this time."""
+    """In a Ray cluster: workers are added after more workers have been needed for this time."""
     scale_down_s: Positive = 120.0
-    """In a Ray cluster: a worker is removed when fewer workers were sufficient for this time."""
+    """In a Ray cluster: a worker is removed after fewer workers have been sufficient for this
+    time."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket. If ``none``, no gateway runs."""
     gateways: AtLeastOne = 1
     """Number of gateway processes of ``tokenbus up``. Several gateways share the port by
     SO_REUSEPORT."""
     api_keys: str = ""
-    """A file of hashed API keys. If it is given, every path but ``/live`` and ``/ready`` needs a
+    """A file of hashed API keys. If it is given, every path except ``/live`` and ``/ready`` needs a
     key."""
     operator_over_http: bool = False
-    """Without API keys, accept the operator's requests over HTTP, for example ``/pause``."""
+    """If the gateways have no API keys: accept the operator's requests over HTTP, for example
+    ``/pause``."""
     tls_cert: str = ""
     """The certificate (PEM) of the gateways, for HTTPS. ``tls_key`` must be given too."""
     tls_key: str = ""
@@ -237,6 +243,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum time for which a gateway continues its streams after another gateway has taken its
     place."""
 
+    # ``BrokerSettings`` (broker/settings.py) describes the following settings.
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
     hung_step_s: Positive = 60.0
@@ -309,7 +316,7 @@ _LISTS = {
     "served_model_name": ",",
     "tools": ",",
 }
-"""The settings that are lists, each with the separator of the values in an environment variable.
+"""The settings that are lists. Each has the separator of its values in an environment variable.
 Commands of ``mcp`` are separated by line ends, because a command may contain commas."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 

@@ -1,5 +1,5 @@
-"""Computes the share of a bounded resource that one client may take. Some of the resource then
-stays free for other clients."""
+"""Computes the share of a bounded resource that one client may take. The rest of the resource stays
+free for other clients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
     """Whether a client may take ``size`` more units of a resource with ``capacity`` units. The
     client has ``own`` units, and all clients together have ``total``.
 
-    A client may have at most as many units as remain free. So a single client gets half of the
-    resource. If n clients take as much as they can, each of them gets 1/(n + 1), and the same
-    amount stays free for a later client. A client that has no units may take all free units at
-    once. The rule does not need a setting for each client.
+    With the new units, a client may have at most as many units as were free before. So a single
+    client gets half of the resource. If n clients take as much as they can, each of them gets 1/(n
+    + 1), and the same amount stays free for a later client. A client that has no units may take all
+    free units at once. The rule does not need a setting for each client.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", 1998, with a factor of 1.
@@ -22,6 +22,6 @@ def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
 
 def max_share(own: int, total: int, capacity: int) -> int:
     """The largest number of units that ``fits_share`` allows a client, if all other clients keep
-    the units that they have. Among the users of the client, these units are divided by the same
-    rule."""
+    the units that they have. The same rule then divides these units among the users of the
+    client."""
     return (capacity - total + own + 1) // 2

@@ -7,7 +7,7 @@ automaton. So the parts that a client receives agree with the constraint.
 
 An answer is a series of phases. A phase has free text, or a tag, or both. A tag has a ``begin``, a
 content and an ``end``; after a tag, another phase begins. In the bytes of an answer, a special
-token is written as its name between two bytes ``SPECIAL``, which UTF-8 does not use.
+token is its name between two bytes ``SPECIAL``. UTF-8 does not use this byte.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part of an answer between two texts, ``begin`` and ``end``."""
 
     begin: str
-    """The text that begins the tag. After its first ``trigger`` characters, the other characters
-    must follow."""
+    """The text that begins the tag. When its first ``trigger`` characters have occurred, its other
+    characters must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0 stands for all characters."""
     end: str = ""
@@ -64,7 +64,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A phase of an answer, which determines the bytes that may follow."""
+    """A phase of an answer. It determines the bytes that may follow."""
 
     text: bool = False
     """Whether free text may follow."""
@@ -170,14 +170,18 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 
 
 class State(NamedTuple):
-    """The position in an answer.
+    """The position in an answer, by mode:
 
-    In the modes ``text`` and ``value``, the position is in a phase. ``tags`` has the tags of
-    ``Phase.first`` whose ``begin`` starts with all bytes of the phase so far. ``at`` is the number
-    of these bytes; 0 if there is no such tag. In the mode ``begin``, the bytes so far end with the
-    first ``at`` bytes of the ``begin`` of each tag in ``tags``. In ``content`` and ``end``,
-    ``tags`` has one tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of
-    this tag's ``end`` were read. In ``dead``, the answer has a byte that is not allowed.
+    - ``text`` and ``value``: in a phase. ``tags`` are the tags of ``Phase.first`` whose ``begin``
+      starts with all bytes of the phase so far. ``at`` is the number of these bytes; 0 if there is
+      no such tag.
+    - ``begin``: in the ``begin`` of a tag. ``tags`` are the tags that this may be. Their ``begin``
+      starts with the last ``at`` bytes of the answer so far.
+    - ``content``: in the content of the only tag in ``tags``. ``phase`` is the phase after this
+      tag.
+    - ``end``: in the ``end`` of the only tag in ``tags``, after its first ``at`` bytes. ``phase``
+      is the phase after this tag.
+    - ``dead``: after a byte that is not allowed.
     """
 
     mode: Mode
@@ -185,8 +189,8 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The longest suffix of the bytes so far that is a proper prefix of one of the texts that
-    ``Automaton.watched`` returns."""
+    """The longest suffix of the bytes so far that is a proper prefix of a watched text
+    (``Automaton.watched``)."""
     depth: int = 0
     """Number of open brackets of JSON."""
     quoted: int = 0
@@ -258,8 +262,8 @@ class Automaton:
 
     def shortest_end(self, tag: int) -> bytes:
         """The shortest literal text that leads from the end of a tag's content to a possible end of
-        the answer. In each phase in which the answer may not end, the text has the shortest tag
-        without content. If no such tag may begin in a phase, the text stops there."""
+        the answer. If the answer may not end in a phase, the text continues with the phase's
+        shortest tag without content. If the phase has no such tag, the text stops in this phase."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -329,7 +333,7 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether all bytes of the phase so far are the beginning of a tag's ``begin``, and end
+        """Whether a tag's ``begin`` starts with all bytes of the phase so far, and these bytes end
         inside the name of a special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
@@ -412,8 +416,8 @@ def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
 
 
 class Reader:
-    """Reads one answer, and returns its pieces as soon as it is certain to which part they
-    belong."""
+    """Reads one answer. Returns each piece of the answer as soon as the part that contains it is
+    certain."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
@@ -425,10 +429,9 @@ class Reader:
     def feed(self, data: bytes) -> list[Piece]:
         """Reads more bytes of the answer; returns the pieces that are now certain.
 
-        If a tag's content has a byte that the structure does not allow, this byte is returned as
-        content, and all later bytes as free text. Any other byte that is not allowed is returned as
-        free text too. Such an answer was cut, or was not generated under the masks of the
-        structure.
+        If the structure does not allow a byte, all later bytes are returned as free text. The byte
+        itself is returned as content if it is in a tag's content, and as free text if it is not.
+        Such an answer was cut, or was not generated under the masks of the structure.
         """
         pieces: list[Piece] = []
         for byte in data:

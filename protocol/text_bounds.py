@@ -37,7 +37,7 @@ class TokenSize(NamedTuple):
 
 
 def token_size(vocabulary: Iterable[str | bytes], byte_level: bool, shortens: bool) -> TokenSize:
-    """The size of the longest token of a vocabulary; ``byte_level``: whether each character in the
+    """The size of the longest token of a vocabulary. ``byte_level``: whether each character in the
     vocabulary stands for one byte."""
     sizes = (
         len(token)

@@ -2,9 +2,9 @@
 
 A request carries the ``traceparent`` of its client to all processes. When a process has ended its
 part of the request, it creates one span for this part. The id of this span is computed from the
-request's number and the name of the process. So any other process can compute the id of the span
-that is the parent of its own span. OpenTelemetry (the extra ``otel``) is imported only if one of
-the variables ``NAMED_BY`` is set.
+request's number and the name of the process. So a process can compute the id of its parent span,
+which another process creates. OpenTelemetry (the extra ``otel``) is imported only if one of the
+variables ``NAMED_BY`` is set.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NAMED_BY = (
 """Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none`` or
 ``OTEL_SDK_DISABLED`` is ``true``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""For each kind of process, the kind of process whose spans are the parents of its spans; "" stands
-for the client."""
+"""The key and the value are kinds of processes. The parent of a span of the first kind is a span of
+the second kind. "" stands for the client."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 

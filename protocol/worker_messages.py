@@ -1,5 +1,5 @@
-"""The messages between the broker and its workers. If the broker forwards a message between a
-client and a worker, its struct is in ``messages.py``.
+"""The messages between the broker and its workers. Messages that the broker forwards between a
+client and a worker are in ``messages.py``.
 
 Each message has a header (``header.py``) between its type and its body. The bodies of the messages
 in this module are msgpack. Sources: the worker side of ZeroMQ's Majordomo (register, heartbeat,
@@ -110,10 +110,10 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     because they may be the same in two containers."""
     states: list[ModelState] = []
     """From a GPU worker: the states of its models that are paused or whose weights have changed. A
-    restarted broker learns these states from its workers."""
+    restarted broker receives these states from its workers."""
     registration: Id = 0
-    """The number of the lease that this message begins or updates. A process numbers its leases; 0
-    if it does not."""
+    """The number of the lease that this message begins or updates. A worker numbers its leases from
+    1; a worker of an earlier release sends 0."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -125,9 +125,9 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that continue at this broker, because the broker adopts them after a
-    restart, or because they have waited for this worker to return. For each of them, the worker
-    sends a JOURNAL before any further message about the request."""
+    """Reported live requests that continue at this broker. The broker adopts them after a restart,
+    or they have waited for this worker to return. For each of them, the worker sends a JOURNAL
+    before any further message about the request."""
     states: list[ModelState] = []
     """For a GPU worker: the states of the models whose weights have changed, or that are or were
     paused. The worker loads the current weights of a model before it runs streams of the model."""
@@ -217,8 +217,8 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     """``REFUSED``: a worker has no room for a request or a START, or does not know the controller
     of a START. The header names the request.
 
-    The worker may be full because other brokers have sent requests to it, of which this broker has
-    not been notified yet. The attachments are the body and the attachments of the refused message.
+    Requests from other brokers may have filled the worker before this broker was notified of them.
+    The attachments are the body and the attachments of the refused message.
     """
 
     type: str
@@ -383,12 +383,11 @@ class Replay(Struct, array_like=True):
     """The history of a sequence whose controller is started again at another worker.
 
     The controller worker runs all rounds again with the same inputs. Operations on variables get
-    the same answers as the first time. Then the controller worker sends, in order, the results that
-    the GPU worker has possibly not applied: all results after the sequence's last sampled token or
-    its last fork, whichever is later. For this rule, the fork that created the sequence is a fork
-    too, like those in ``forks``. The first of these results has all logs and writes since the last
-    sampled token. The GPU worker has stored how many of these logs and writes the client has
-    received.
+    the same answers as the first time. Then the controller worker sends the results that the GPU
+    worker may not have applied yet. These are, in order, all results after the sequence's last
+    sampled token or its last fork, whichever is later. The fork that created the sequence counts as
+    a fork too. The first of these results has all logs and writes since the last sampled token. The
+    GPU worker has stored how many of these logs and writes the client has received.
     """
 
     seq: Id
@@ -551,8 +550,8 @@ class StepResult(Struct, array_like=True):
     finish: FinishReason = "controller"
     """``stop``: the finish reason that the client receives."""
     constraint: ConstraintEnd | None = None
-    """From a built-in constraint: how the text would end if the sequence ended at this point. In
-    the first result, and with ``stop``."""
+    """From a built-in constraint: how the text would end if the sequence ended at this point.
+    Present in the first result, and with ``stop``."""
     round_us: int = 0
     """With ``Start.inspect``: the time of the round, in microseconds."""
     takes_drafts: bool = False
@@ -613,8 +612,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """``RESULT``: the answer to ``START`` or ``STEP``. The results of rounds that are not finished
     follow in a later message.
 
-    When a suspended sequence resumes, the controller worker sends the sequence's result, although
-    no STEP has requested it.
+    When a suspended sequence resumes, the controller worker sends the sequence's result without
+    having received a STEP.
     """
 
     sequences: list[StepResult]
@@ -626,8 +625,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}
-    """By request: ``Start.attempt``, for each request that was started again and has its first
-    result in this message. Results of this request in earlier messages belong to an earlier
+    """``Start.attempt`` by request. Contains each request that was started again and has its first
+    result in this message. Results of such a request in earlier messages belong to an earlier
     attempt."""
 
 
@@ -657,9 +656,9 @@ class End(Struct, kw_only=True, omit_defaults=True):
     elsewhere: bool = False
     """To a state worker: true if the requests have not ended, but continue at another broker."""
     detached: bool = False
-    """To a state worker: whether the client of the requests had no connection to this broker. If
-    several brokers run, the client may then be at another broker, where the requests may
-    continue."""
+    """To a state worker: true if the client of the requests had no connection to this broker. If
+    several brokers run, the client may then be connected to another broker, and the requests may
+    continue there."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):

@@ -44,7 +44,7 @@ IMPORTS = {
     "tokenbus.clients.gateway": (
         "tokenbus.clients.gateway.app",
         "tokenbus.clients.gateway.keys",
-        "tokenbus.clients.gateway.server",
+        "tokenbus.clients.gateway.connections.server",
     ),
 }
 """The modules that a server imports, by the module that its forks run."""

@@ -1,7 +1,7 @@
 """A DEALER socket on an event loop, for programs that have many sockets at once.
 
 A socket does not need a thread or a task of its own, because the loop watches the socket's
-descriptor. A call of ``receive`` returns several messages. The number of waiting messages is
+descriptor. One call of ``receive`` may return several messages. The number of waiting messages is
 bounded in both directions, so each side can detect that the other side has stopped reading.
 """
 
@@ -47,8 +47,8 @@ class AsyncDealer:
         """Waits until a message has arrived. Returns up to ``TAKE_AT_ONCE`` of the messages that
         have arrived, and at least one.
 
-        Other tasks of the loop run between two calls, even if messages arrive faster than they are
-        taken.
+        Other tasks of the loop run between two calls, even if messages arrive faster than this
+        method returns them.
         """
         if not self._waited:
             await asyncio.sleep(0)
@@ -75,8 +75,8 @@ class AsyncDealer:
         self._look()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket. Messages that were sent are still delivered in the background for up
-        to ``linger_ms``."""
+        """Closes the socket. ZeroMQ still delivers queued messages in the background, for up to
+        ``linger_ms``."""
         if not self._socket.closed:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger=linger_ms)
@@ -91,8 +91,9 @@ class AsyncDealer:
         return messages
 
     def _look(self) -> None:
-        """Wakes the tasks that wait in ``receive`` or ``send`` and can continue now. Reading the
-        events resets the descriptor. The descriptor becomes readable again on the next change."""
+        """Wakes the tasks that wait in ``receive`` or ``send``, if they can continue now. Reading
+        the socket's events resets the descriptor. After the next change, the descriptor is readable
+        again."""
         events = int(self._socket.get(_EVENTS))
         if events & _POLLIN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)

@@ -32,13 +32,13 @@ class Carrier(Protocol):
         """Starts the thread. Raises RuntimeError if the system cannot start another thread."""
 
     def wake(self) -> None:
-        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
-        thread and any finalizer."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. Any thread and any
+        finalizer may call this method."""
 
     def send(self, queue: deque[Frames]) -> None:
-        """Sends the messages of ``queue`` in order, on the calling thread if possible. Otherwise,
-        the connection's thread soon calls the peer's ``outgoing``, and this method of the peer must
-        yield the messages of ``queue``. May be called from any thread."""
+        """Sends the messages of ``queue`` in order, on the calling thread if possible. If this is
+        not possible, the connection's thread soon calls the peer's ``outgoing``, which must yield
+        the messages of ``queue``. Any thread may call ``send``."""
 
     def close(self) -> None:
         """Sends the peer's remaining messages, and ends the connection and its thread."""
@@ -55,8 +55,8 @@ def carrier(
 ) -> Carrier:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``linger_ms``: maximum time, in milliseconds, for which ``close`` continues to send. ``packed``:
-    whether messages on a socket are packed, as between broker and workers
+    ``linger_ms``: maximum time in milliseconds that ``close`` spends on sending the remaining
+    messages. ``packed``: whether messages on a socket are packed, as between broker and workers
     (``protocol/packing.py``). ``key``: the key with which a socket connects, if any. Raises
     AddressError if the address is not valid.
     """

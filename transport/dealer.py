@@ -1,4 +1,5 @@
-"""A DEALER socket with its own thread, which sends and receives the messages of a ``Peer``.
+"""A DEALER socket with a thread of its own. The thread sends and receives the messages of a
+``Peer``.
 
 A ``Peer`` is one side of the protocol: a worker's lease or a client's session. Its code does not
 depend on sockets. A ``Dealer`` is the peer's connection to the broker. It owns the socket, and does
@@ -51,9 +52,9 @@ ELSEWHERE_S = 0.2
 OFFLINE_TICK_S = 0.1
 """Interval between checks of the peer's deadlines during a pause, in seconds."""
 NEVER_MS = 600_000
-"""Time in milliseconds after which ZeroMQ would reconnect a socket. It is so long because ZeroMQ
-must never do so: the queued messages would then reach a broker that has not received the peer's
-first message. A socket that has lost its connection is closed long before this time."""
+"""Time in milliseconds after which ZeroMQ would reconnect a socket. ZeroMQ must never reconnect a
+socket, because the queued messages would then reach a broker that has not received the peer's first
+message. So the time is long: the dealer closes a socket without a connection much earlier."""
 MIN_WAIT_S = 0.001
 """The shortest time that the thread waits for messages, in seconds."""
 JOIN_S = 5.0
@@ -71,15 +72,15 @@ _EVENT = struct.Struct("=hi")
 """The first frame of a message from a socket's monitor: an event and a value
 (zmq_socket_monitor)."""
 _TCP = re.compile(r"[][0-9A-Za-z:][][0-9A-Za-z.:%;_*-]*:[0-9]+", re.ASCII)
-"""Matches the part of a TCP address after the scheme, by the rules that ZeroMQ checks before it
-resolves the host. Stricter in one case: ZeroMQ accepts an address without a host, but never
-connects to it."""
+"""Matches the part of a TCP address after the scheme. The rules are those that ZeroMQ checks before
+it resolves the host, and one more: the address has a host. ZeroMQ accepts an address without a
+host, but never connects to it."""
 MAX_PATH_BYTES = 107
 """Maximum number of bytes of the path of a Unix socket."""
 CLOSED_OFTEN = 3
-"""If a broker with keys closes this number of connections in a row during the handshake without
-giving a reason, the dealer reports that the key file is for another broker. A broker that stops
-closes only one or two connections in this way."""
+"""The dealer counts connections that a broker with keys closes during the handshake without a
+reason. After this number of such connections in a row, the dealer reports that the key file is for
+another broker. A broker that stops closes only one or two connections in this way."""
 
 
 class AddressError(ValueError):
@@ -185,7 +186,7 @@ def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 class _Events:
-    """Detects a failed handshake of one socket, and the loss of the socket's connection.
+    """Detects that the handshake of a socket has failed, or that the socket's connection was lost.
 
     The object must be created before the socket connects, because ZeroMQ reports an event only
     once.
@@ -222,9 +223,9 @@ class _Events:
     def _refusal(self, event: int, value: int) -> str | None:
         """An error message for a failed handshake; None if the failure may be temporary.
 
-        If only one side uses keys, the broker usually closes the connection before it has sent its
-        security mechanism. ZeroMQ then reports no reason. So this method requests the broker's
-        mechanism (``greeting.py``).
+        A side's security mechanism says whether it uses keys. If only one side uses keys, the
+        broker usually closes the connection before it has sent its mechanism. ZeroMQ then reports
+        no reason. So this method requests the broker's mechanism (``greeting.py``).
         """
         broker, key = f"the broker at {self._address}", self._key
         mechanism = None
@@ -239,7 +240,7 @@ class _Events:
                 return None
             return (
                 f"{broker} accepts only connections with a key; if its run directory is on this "
-                "machine, set TOKENBUS_RUN_DIR to the directory, otherwise make a key file on the "
+                "machine, set TOKENBUS_RUN_DIR to the directory; if not, make a key file on the "
                 "broker's machine with 'tokenbus keys new NAME' and set TOKENBUS_KEY to the file"
             )
         shown = f"the key of the {key.role} {key.name!r} ({key.public})"
@@ -279,8 +280,8 @@ class Peer(Protocol):
         the old socket."""
 
     def disconnected(self, now: float) -> None:
-        """Called when the connection has failed and the socket was closed. Then a pause follows.
-        Messages that the peer yields before the next ``connected`` are discarded."""
+        """Called when the connection has failed and the socket was closed. A pause follows. Until
+        the next ``connected``, messages that the peer yields are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Called with the messages that have arrived, in order. The list is never empty."""
@@ -288,17 +289,17 @@ class Peer(Protocol):
     def outgoing(self, now: float) -> Iterable[Frames]:
         """Yields the messages to send now, and checks the peer's deadlines.
 
-        Called after ``receive``, after each wake-up, and when ``wait_s`` has passed. The method is
-        also called during a pause between two sockets; the messages are then discarded.
+        Called after ``receive``, after each wake-up, and when ``wait_s`` has passed. Also called
+        during a pause between two sockets. The messages are discarded in this case.
         """
 
     def wait_s(self, now: float) -> float:
-        """Seconds after which ``outgoing`` must be called again. A wake-up or a message calls it
-        earlier."""
+        """Seconds after which ``outgoing`` must be called again. If a wake-up or a message comes
+        earlier, ``outgoing`` is called earlier."""
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for so long that the connection counts as lost, and a new
-        socket is needed."""
+        """Whether the connection counts as lost, because the broker was silent for too long. The
+        dealer then opens a new socket."""
 
     def refused(self, error: TokenbusError) -> None:
         """Called when the broker does not accept the connection. The next connection is opened
@@ -311,13 +312,14 @@ class Peer(Protocol):
 class Dealer:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``address`` may be several addresses, separated by commas, if any of these brokers may be used.
-    The dealer connects to one of the brokers. If that broker fails, is silent or refuses the
-    connection, the dealer connects to the next broker.
+    ``address`` may be several addresses of brokers, separated by commas. The dealer connects to one
+    of these brokers. If this broker fails, is silent or refuses the connection, the dealer connects
+    to the next broker.
 
     ZeroMQ's queue of sent messages is not bounded, so a send does not block. The queue is discarded
-    when the socket is closed; if the broker does not read, this is when the peer reports ``lost``.
-    ``linger_ms``: maximum time, in milliseconds, for which ``close`` continues to send.
+    when the socket is closed. If the broker does not read, the socket is closed when the peer
+    reports ``lost``. ``linger_ms``: maximum time in milliseconds that ``close`` spends on sending
+    the remaining messages.
 
     The connection's thread receives messages and checks deadlines. Any thread may call ``send``,
     because sending a message takes less time than waking the connection's thread.
@@ -352,14 +354,14 @@ class Dealer:
         self._turn = threading.Lock()
         """A lock that a thread holds while it uses the socket."""
         self._socket: zmq.Socket[bytes] | None = None
-        """The socket while other threads may send on it; otherwise None."""
+        """The socket, as long as other threads may send on it. None at all other times."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
         self._dropped = ""
-        """The last error that a received message caused. Further messages with the same error are
-        not logged."""
+        """The last error for which a received message was dropped. If further messages have the
+        same error, they are not logged."""
         self._refusals = Counter[str]()
         for valid in self._addresses:
             check_address(valid)
@@ -391,8 +393,8 @@ class Dealer:
         self._thread = thread
 
     def wake(self) -> None:
-        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
-        thread and any finalizer."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. Any thread and any
+        finalizer may call this method."""
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"!")
 
@@ -400,8 +402,8 @@ class Dealer:
         """Sends the messages of ``queue`` in order, on the calling thread if no other thread uses
         the socket.
 
-        Otherwise the connection's thread soon calls the peer's ``outgoing``, which must yield the
-        messages of ``queue``. May be called from any thread.
+        If another thread uses the socket, the connection's thread soon calls the peer's
+        ``outgoing``, which must yield the messages of ``queue``. Any thread may call ``send``.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -413,7 +415,7 @@ class Dealer:
 
     def _sent_here(self, queue: deque[Frames]) -> bool:
         """Sends the queue on the calling thread. Returns False if the connection's thread must be
-        woken, because messages are left or may have arrived."""
+        woken: messages are left in the queue, or messages may have arrived."""
         socket = self._socket
         if socket is None:
             return False
@@ -543,8 +545,8 @@ class Dealer:
         with self._turn:
             self._peer.connected(time.monotonic())
         while True:
-            # A refusal is reported before the peer checks its deadlines. Otherwise, a peer on a
-            # busy machine could report a timeout instead of the refusal.
+            # A refusal is reported before the peer checks its deadlines. If the deadlines were
+            # checked first, a peer on a busy machine could report a timeout instead of the refusal.
             try:
                 events.check()
             except GoneError:

@@ -1,8 +1,8 @@
 """Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37).
 
-If a broker and its peer require different mechanisms, the broker usually closes the connection
-before it has sent its own mechanism. libzmq's monitor then reports no reason. ``mechanism_of`` does
-not send a mechanism of its own, so the broker sends its whole greeting.
+The two sides of a connection must have the same mechanism. If they do not, the broker usually
+closes the connection before it has sent its mechanism. libzmq's monitor then reports no reason.
+``mechanism_of`` sends no mechanism, so the broker sends its whole greeting.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _connected(address: str) -> sockets.socket:
     scheme, _, place = address.partition("://")
     if scheme == "tcp":
         host, _, port = place.rpartition(":")
-        # ZeroMQ accepts a source address, which is followed by a semicolon, before the address.
+        # In ZeroMQ's form, a source address and a semicolon may precede the host.
         host = host.rpartition(";")[2].strip("[]")
         return sockets.create_connection((host, int(port)), GREETING_S)
     if scheme != "ipc":

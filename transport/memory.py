@@ -58,7 +58,7 @@ def unlisten(address: str) -> None:
 
 
 class Link:
-    """A connection to the broker at ``address``; the broker identifies it by ``peer``.
+    """A connection to the broker at ``address``. The broker identifies the connection by ``peer``.
 
     ``notify`` is called, on any thread, whenever a message of the broker has arrived, or the broker
     has closed the link. Raises AddressError if no broker of this process listens at ``address``.
@@ -146,13 +146,13 @@ class MemoryCarrier:
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the connection's thread call the peer's ``outgoing`` soon. May be called from any
-        thread."""
+        """Makes the connection's thread call the peer's ``outgoing`` soon. Any thread may call this
+        method."""
         self._woken.put(None)
 
     def send(self, queue: deque[Frames]) -> None:
-        """Wakes the connection's thread, which sends the messages that ``outgoing`` yields. The
-        peer's ``outgoing`` must yield the messages of ``queue``."""
+        """Wakes the connection's thread. The thread calls the peer's ``outgoing``, which must yield
+        the messages of ``queue``, and sends these messages."""
         self.wake()
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""A worker's connection to the bus. It has its own threads, so that heartbeats are sent while a
-forward runs.
+"""A worker's connection to the bus. The connection has its own threads, so it sends heartbeats even
+while the worker computes.
 
 The worker's own thread receives messages with ``take`` and sends messages with ``post``, which does
 not wait for the network. A worker registers with each broker of a list, and has a link to each
-(``link.py``). A message from the bus has the number of its link. Messages about a request are
-posted to the link over which the request came.
+broker (``link.py``). Each received message has the number of its link. The worker posts a message
+about a request to the link over which the request came.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 LEASE_ENDED = b"LEASE_ENDED"
-"""The type of a message that ``take`` returns when the worker's lease at one of several brokers has
-ended. This module makes the message; brokers do not send it. The worker may never register with
-this broker again."""
+"""The type of a message that this module makes; brokers do not send it. If the worker has several
+brokers, ``take`` returns this message when the lease at one broker has ended. The worker may never
+register with this broker again."""
 
 
 class BusEndedError(RuntimeError):
@@ -43,22 +43,22 @@ class BusEndedError(RuntimeError):
 
 
 class Bus:
-    """The connection of one worker to the brokers at ``endpoint``: addresses that are separated by
-    commas.
+    """The connection of one worker to its brokers. ``endpoint``: the addresses of the brokers,
+    separated by commas.
 
-    ``registration`` returns the worker's registration. It is called on a bus thread. Three
-    functions return the content of heartbeats. ``load`` returns the number of requests and the
-    gauges, ``metrics`` the counters, and ``sandbox_ms`` the CPU time of controllers.
+    ``registration`` returns the worker's registration. It is called on a bus thread. ``load``,
+    ``metrics`` and ``sandbox_ms`` return the content of heartbeats: ``load`` the number of requests
+    and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the CPU time of controllers.
 
-    ``first`` receives new messages at once, on a bus thread, and handles those that must not wait
-    for another thread. ``first`` returns the other messages, which ``take`` then returns. If
-    ``first`` raises an exception, it receives the same messages again one by one, so that only the
-    faulty message is dropped.
+    ``first`` is called with new messages at once, on a bus thread. It handles the messages that
+    must not wait for another thread, and returns the other messages. ``take`` returns these other
+    messages. If ``first`` raises an exception, it receives the same messages again one by one, so
+    that only the faulty message is dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
-    number of requests that came over links other than the given link. Only one thread at a time
-    calls these functions. Raises AddressError if an address is not valid.
+    number of requests that belong to the brokers of other links. Only one thread at a time calls
+    these functions. Raises AddressError if an address is not valid.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Bus:
         queue is implemented in C, so a signal handler that interrupts a ``put`` may call ``put``
         too."""
         self._turn = threading.RLock()
-        """A lock that a bus thread holds while it calls a callback of the worker, so that callbacks
-        do not overlap."""
+        """A bus thread holds this lock while it calls a function of the worker. So two of these
+        calls never overlap."""
         self._registration = registration
         self._ended: str | None = None
         self._step_started: float | None = None
@@ -92,8 +92,8 @@ class Bus:
         self._link_of = link_of
         self._elsewhere = elsewhere
         self._serves = False
-        """Whether the worker can serve requests: a GPU worker needs a model, or loads models on
-        demand."""
+        """Whether the worker can serve requests. A GPU worker can serve requests if it has a model
+        or loads models on demand; any other worker always can."""
         self._process = secrets.randbits(63) or 1
         """Number of this process, by which brokers distinguish it from other processes with the
         same worker name."""
@@ -111,8 +111,8 @@ class Bus:
             link.start()
 
     def take(self, wait_s: float) -> list[FromBus]:
-        """Returns all messages that have arrived. If no message has arrived, waits up to ``wait_s``
-        seconds for the first.
+        """Returns all messages that have arrived. If no message has arrived, waits for a message
+        for up to ``wait_s`` seconds.
 
         Raises BusEndedError if messages cannot arrive any more.
         """
@@ -133,8 +133,8 @@ class Bus:
         self._inbox.put([])
 
     def post(self, frames: Frames, link: int = 0, wake: bool = True) -> None:
-        """Sends a message over a link without waiting. The messages of a link are sent in order. If
-        ``wake`` is false, the message is sent together with the next message.
+        """Queues a message for a link, and does not wait until it is sent. The messages of a link
+        are sent in order. If ``wake`` is false, the message is sent together with the next message.
 
         Drops the message if the lease for which it was made has ended.
         """
@@ -146,9 +146,9 @@ class Bus:
             link.post(frames, True)
 
     def post_to_any(self, frames: Frames, turn: int) -> None:
-        """Sends a message to one of the brokers that have registered this worker; ``turn`` selects
-        the broker. To repeat a message, call this method with the next ``turn``. The message then
-        goes to another broker, because the first broker may have failed."""
+        """Sends a message to one of the brokers that have registered this worker. ``turn`` selects
+        the broker. If the message is not answered, the caller repeats it with ``turn + 1``. The
+        repeated message goes to the next broker, because the first broker may have failed."""
         there = [link for link in self._links if link.lease.registered] or self._links
         there[turn % len(there)].post(frames, True)
 
@@ -162,16 +162,16 @@ class Bus:
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
         """The requests of a link that continue after this ``REGISTERED``. The worker drops the
-        link's other requests. None if all requests continue: the message then confirms an update of
-        the registration, and no new lease."""
+        link's other requests. The result is None if ``REGISTERED`` confirms only an update of the
+        registration; all requests then continue."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
         """Called when the worker has handled this ``REGISTERED``, and has dropped the requests that
         do not continue.
 
-        From now on, the worker's messages over the link are sent, unless another lease has begun
-        since.
+        After this call, posted messages are sent over the link again. If yet another lease has
+        begun since this ``REGISTERED``, they are still dropped.
         """
         self._links[link].registered(answer)
 
@@ -182,8 +182,8 @@ class Bus:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Wraps a step, or other work that may hang, so that heartbeats report how long the work
-        has been running. An inner step counts as part of the outer step."""
+        """A context for a step or other work that may hang. Heartbeats report how long the work has
+        been running. An inner step counts as part of the outer step."""
         outer = self._step_started
         if outer is None:
             self._step_started = time.monotonic()
@@ -193,14 +193,14 @@ class Bus:
             self._step_started = outer
 
     def changed(self) -> None:
-        """Registers again, because the registration has changed."""
+        """Reports a changed registration to every broker."""
         for link in self._links:
             link.post_own(link.lease.changed())
 
     def drain(self, reason: str, successor: bool | None = False) -> None:
-        """Stops the brokers from sending further requests. ``successor``: whether another process
-        will replace this worker. If so, the worker's streams may move at once. None means that all
-        processes on this machine end."""
+        """Asks the brokers to send no further requests. ``successor``: True if another process will
+        replace this worker; the worker's streams may then move at once. None if all processes on
+        this machine end."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 
@@ -248,7 +248,7 @@ class Bus:
             )
 
     def take_in(self, messages: list[FromBus]) -> None:
-        """Puts messages into the queue of ``take``, after ``first`` has handled them."""
+        """Calls ``first`` with messages, and queues the messages that it returns for ``take``."""
         if self._first is not None:
             with self._turn:
                 messages = self._see_first(self._first, messages)
@@ -256,7 +256,7 @@ class Bus:
             self._inbox.put(messages)
 
     def lease_ended(self, link: int) -> None:
-        """Drops the waiting messages for requests of an ended lease."""
+        """Removes messages for requests of an ended lease from the queue of ``take``."""
         waiting: list[FromBus] = []
         with contextlib.suppress(Empty):
             while True:
@@ -289,9 +289,9 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int = 0, unknown: str = "") -> Frames:
-    """The REFUSED of a worker without room for a request or a START. A worker also sends REFUSED if
-    the controller of a START is unknown. ``elsewhere``: the number of requests that this worker
-    runs for other brokers. ``unknown``: the error of an unknown controller."""
+    """The REFUSED with which a worker returns a request or a START to the broker, because the
+    worker is full or the controller of a START is unknown. ``elsewhere``: the number of requests
+    that this worker runs for other brokers. ``unknown``: the error of an unknown controller."""
     made = Refused(type=message.type.decode(), elsewhere=elsewhere, unknown=unknown)
     body = encode_body(made, "msgpack")
     header = encode_header(message.header.request)

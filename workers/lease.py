@@ -19,11 +19,11 @@ class RefusedError(Exception):
 
 
 class Lease:
-    """Registers the worker, sends heartbeats, and registers the worker again after silence of the
-    broker or at the broker's request.
+    """Registers the worker and makes its heartbeats. Registers the worker again when the connection
+    is new or the broker requests it.
 
-    ``registration`` returns the current registration, whose models and live requests change between
-    two calls. ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
+    ``registration`` returns the current registration. Its models and live requests may differ at
+    each call. ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Lease:
         self._next_beat = now
         self._drain: Drain | None = None
         self._outdated = False
-        """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
-        ``connected`` clears the flag. ``changed`` also clears the flag when it returns the
-        update."""
+        """Whether the registration has changed and the broker has not received the change.
+        ``changed`` sets this flag, and clears it when it returns an update. ``connected`` also
+        clears the flag."""
         self._reported: frozenset[int] = frozenset()
-        """The live requests that the last REGISTER of a new lease has reported."""
+        """The live requests that the last REGISTER for a new lease has reported."""
         self._registrations = 0
-        """Number of leases that were requested. REGISTER and REGISTERED of the last lease have this
-        number."""
+        """Number of leases that were requested. The REGISTER for the last lease has this number,
+        and so does the broker's REGISTERED."""
 
     def connected(self, now: float) -> list[Frames]:
         """Handles a new connection; returns the first message for the broker, REGISTER."""
@@ -60,16 +60,17 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def kept(self, answer: Registered) -> frozenset[int]:
-        """The requests that continue under the new lease: those that REGISTER reported, except
-        those that the broker's answer lists as ``unknown``."""
+        """The requests that continue under the new lease: the requests that REGISTER reported,
+        without the requests that the broker's answer lists as ``unknown``."""
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
-        """Handles a message from the broker. Returns whether the message concerns only the lease,
-        and the answers to send.
+        """Handles a message from the broker. Returns two values: whether the message concerns only
+        the lease, and the messages to send in answer.
 
-        The message must have at least three frames. The worker must also handle a ``REGISTERED``
-        that answers the last REGISTER. Raises RefusedError if the broker refuses the worker.
+        The message must have at least three frames. A ``REGISTERED`` that answers the last REGISTER
+        does not concern only the lease, because the worker must also handle it. Raises RefusedError
+        if the broker refuses the worker.
         """
         self._received_at = now
         match frames[0]:
@@ -109,10 +110,9 @@ class Lease:
         return max(0.0, self._next_beat - now)
 
     def changed(self) -> list[Frames]:
-        """The messages that report a changed registration. Before the lease is granted, the result
-        is empty, and ``on_frames`` returns the update when REGISTERED arrives. The update has to
-        wait, because the broker accepts updates only from registered workers. A second complete
-        REGISTER would begin another lease."""
+        """The messages that report a changed registration. If REGISTERED has not arrived yet, the
+        result is empty, because the broker accepts updates only from registered workers.
+        ``on_frames`` then returns the update when REGISTERED arrives."""
         # The flag is set before ``registered`` is checked, because another thread may set
         # ``registered`` in between.
         self._outdated = True
@@ -124,8 +124,8 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def drain(self, reason: str, successor: bool | None = False) -> list[Frames]:
-        """The messages that stop further requests; repeated after each new registration.
-        ``successor``: see ``Bus.drain``."""
+        """The messages that ask the broker to send no further requests. ``on_frames`` repeats them
+        after each new registration. ``successor``: see ``Bus.drain``."""
         ends = successor is None
         self._drain = Drain(reason=reason, successor=bool(successor), system_ends=ends)
         return [self._frames(b"DRAIN", self._drain)]

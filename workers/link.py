@@ -1,7 +1,7 @@
 """A worker's link to one broker: its lease there, its posted messages, and its connection.
 
-A worker has a link to each broker of its list. Each link has its own lease, and does not affect the
-other links.
+A worker has a link to each broker of its list. Each link has its own lease. A fault of one link
+does not affect the other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
 requests to other workers. So when the link sends the ``REGISTER`` of a new lease, it drops the
@@ -45,8 +45,8 @@ class FromBus(NamedTuple):
 
 
 class Worker(Protocol):
-    """The functions of a worker that its links call on their threads. ``registration`` is also
-    called on the worker's own thread."""
+    """The functions that links call on their threads. ``registration`` is also called on the
+    worker's own thread."""
 
     def registration(self, link: int) -> Register:
         """The registration that is sent to the broker of this link."""
@@ -58,8 +58,8 @@ class Worker(Protocol):
         """Called with messages that have arrived."""
 
     def lease_ended(self, link: int) -> None:
-        """Called when the lease at a broker has ended. Messages that have arrived for requests of
-        this lease must be ignored."""
+        """Called when the lease at a broker has ended. The worker must ignore messages that have
+        already arrived for requests of this lease."""
 
     def link_ended(self, reason: str) -> None:
         """Called when the thread of a link has ended. ``reason`` is empty if the link was
@@ -75,7 +75,7 @@ class Link:
         self._outbox: deque[Frames] = deque()
         self._gate = threading.Lock()
         self._muted = False
-        """Whether posted messages are dropped. The holder of ``_gate`` sets and clears this
+        """Whether posted messages are dropped. Only the thread that holds ``_gate`` changes this
         flag."""
         self._handled = 0
         """``Registered.worker`` of the last answer that the worker has handled. The broker assigns
@@ -110,8 +110,8 @@ class Link:
             self._carrier.send(self._outbox)
 
     def kept(self, answer: Registered) -> frozenset[int] | None:
-        """The requests that continue after this ``REGISTERED``. None if the message only answers a
-        change of the registration: then all requests continue."""
+        """The requests that continue after this ``REGISTERED``. The result is None if
+        ``REGISTERED`` confirms only an update of the registration; all requests then continue."""
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
@@ -136,7 +136,7 @@ class Link:
         self._carrier.close()
 
     def _mute(self) -> None:
-        """Drops posted messages from now on, because a new lease begins. Called on the connection's
+        """Begins to drop posted messages, because a new lease begins. Called on the connection's
         thread, before the lease sends ``REGISTER``."""
         with self._gate:
             self._muted = True
@@ -169,8 +169,7 @@ class _WorkerPeer:
         self.ended = worker.link_ended
 
     def connected(self, now: float) -> None:
-        """Registers. Drops received messages and posted messages that belong to requests of an
-        earlier lease."""
+        """Registers. Drops the received messages and the posted messages of the earlier lease."""
         self._mute()
         self._worker.lease_ended(self._number)
         self._answers.clear()
@@ -184,8 +183,8 @@ class _WorkerPeer:
         log.warning("%s; trying again", error.message)
 
     def receive(self, messages: list[Frames], now: float) -> None:
-        """Passes each message to the lease. Messages that are not only for the lease are passed to
-        the worker."""
+        """Passes each message to the lease. If a message concerns more than the lease, also passes
+        it to the worker."""
         taken: list[FromBus] = []
         for frames in messages:
             try:

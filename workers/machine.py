@@ -27,8 +27,8 @@ def machine_id() -> str:
 def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """The memory that the processes of this machine may use together, in bytes.
 
-    The result is the smallest limit of this process's cgroups and their parents (version 1 or 2),
-    or ``MemTotal`` if ``MemTotal`` is less. ``proc`` and ``cgroups`` are the folders where the
+    The result is the smallest of these values: ``MemTotal``, and the limits of this process's
+    cgroups and their parents (version 1 or 2). ``proc`` and ``cgroups`` are the folders where the
     system mounts these file systems.
     """
     found = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
@@ -38,8 +38,8 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Iterator[int]:
-    """The memory limits of the cgroups of this process and of all their parents. If a cgroup of
-    version 1 is not limited, its file contains a number above the memory of any machine."""
+    """The memory limits of the cgroups of this process and of all their parents. A cgroup of
+    version 1 without a limit reports a number above the memory of any machine."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -22,13 +22,13 @@ class Worker(Protocol):
         """Serves until the worker is stopped; returns the exit code."""
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Stops the worker. May be called from a signal handler. ``restarts``: whether a successor
-        may follow, which takes over the worker's requests."""
+        """Stops the worker. May be called from a signal handler. ``restarts``: whether another
+        process may start and take over the worker's requests."""
 
 
 def settings_of(role: str, *, traced: bool = True) -> Settings:
-    """The settings of a worker's process, with its logs and traces set up. Raises SettingError or
-    ValueError if a setting is not valid."""
+    """Reads the settings of a worker's process, and sets up its logs and, if ``traced``, its
+    traces. Raises SettingError or ValueError if a setting is not valid."""
     settings = load()
     logs.set_up(settings, role)
     if traced:
@@ -41,8 +41,7 @@ def serve(worker: Worker) -> int:
     signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
     # supervisord sends SIGTERM when it stops a worker, and also when it restarts a worker.
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
-    # A standby state worker has blocked these signals, so that none arrives before its handler is
-    # installed.
+    # A standby state worker has blocked these signals until their handlers are installed.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return worker.run()
 

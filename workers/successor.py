@@ -1,8 +1,8 @@
-"""Finds out whether supervisord will start a successor when this process has ended.
+"""Asks supervisord whether it will start a successor when this process has ended.
 
-supervisord restarts a process that has ended, unless supervisord itself is ending. The query goes
-to supervisord's Unix socket. The environment of each process that supervisord starts has the path
-of this socket.
+supervisord restarts a process that has ended, unless supervisord itself is ending. The question is
+sent to supervisord's Unix socket. supervisord sets the path of this socket in the environment of
+each process that it starts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ UNIX = "unix://"
 
 
 def successor_comes() -> bool | None:
-    """Whether supervisord runs this process and will start it again; None if supervisord is ending.
+    """True if supervisord will start this process again. None if supervisord is ending. False if
+    supervisord does not answer, or has not started this process.
 
-    The result is False if supervisord does not answer or has not started this process. A
-    ``supervisorctl stop`` cannot be distinguished from the first half of a ``supervisorctl
-    restart``: the result is True for both.
+    The result is also True after ``supervisorctl stop``, because this command looks like the first
+    half of ``supervisorctl restart``.
     """
     path = os.environ.get("SUPERVISOR_SERVER_URL", "")
     group, name = (os.environ.get(f"SUPERVISOR_{kind}_NAME") for kind in ("GROUP", "PROCESS"))

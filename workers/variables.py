@@ -1,14 +1,15 @@
 """The variables and inputs of requests: the effect of each operation, without files or sockets.
 
-Source: AICI's storage commands (``ReadVar``, ``WriteVar``). An operation is identified by its
-request, the *lineage* of its sequence (a hash of the sequence's forks), and its number in the
-sequence. Each answer is stored until the request ends, so that a replayed controller receives the
-same answers again. Requests affect each other only through the bound on the bytes of all requests.
-A refusal at this bound is not stored.
+A variable is a named string of bytes that the controllers of a request share. An input is a text
+that the client sends to a running request. Source: AICI's storage commands (``ReadVar``,
+``WriteVar``). An operation is identified by its request, the *lineage* of its sequence (a hash of
+the sequence's forks), and its number (``count``) in the sequence. Each answer is stored until the
+request ends, so that a replayed controller receives the same answers again. Requests affect each
+other only through the bound on the bytes of all requests. If an operation is refused because of
+this bound, the refusal is not stored.
 
-An append extends the value in place, and a stored answer refers to a prefix of the value. So if a
-controller appends and reads at each token, the answers to its reads do not need copies of the
-value.
+An append extends a value in place. The stored answer to a read refers to a prefix of the value. So
+if a controller appends and reads at each token, the answers are stored without copies of the value.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ request must not recreate the request. Request ids are never reused."""
 class StorageLimits(Struct, frozen=True, kw_only=True):
     """Operations beyond these limits are refused. A request counts as 512 bytes. Each variable adds
     256 bytes, its name and its value. Each input adds 256 bytes and its text. Each stored answer
-    adds 256 bytes and its error text. A replaced value still counts, plus 256 bytes, while any
-    stored answers refer to it."""
+    adds 256 bytes and its error text. If stored answers refer to a replaced value, this value and
+    256 bytes more still count."""
 
     value_bytes: int = MIB
     """Maximum bytes of one value."""
@@ -67,18 +68,19 @@ class SavedRequest(Struct, array_like=True):
     variables: list[tuple[str, int, int]]
     """For each variable: its name, its version, and the index of its value in ``values``."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """The answered operations. The first two numbers are the operation's lineage and count. The
-    others are the fields of the answer: version, index in ``values`` (-1 without a value), length
-    of the value's prefix, ``written`` and error."""
+    """The answered operations. The first two fields are the operation's lineage and count. The
+    other fields are the answer: the version, the index of the value in ``values`` (-1 without a
+    value), the length of the value's prefix, ``written`` and the error."""
     inputs: list[int] = []
-    """For each input that has not been taken: the index of its text in ``values``."""
+    """For each input that the program has not taken: the index of its text in ``values``."""
     given: int = 0
     """Number of inputs that the client has given so far."""
 
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """The value of a variable since it was last set, or the text of an input."""
+    """The value of a variable, or the text of an input. Each ``set`` creates a new object; an
+    ``append`` extends the object."""
 
     data: bytearray = field(default_factory=bytearray)
     answered: int = 0
@@ -111,14 +113,14 @@ class _Held:
     variables: dict[str, _Stored] = field(default_factory=dict)
     answers: dict[tuple[int, int], _Result] = field(default_factory=dict)
     inputs: deque[_Value] = field(default_factory=deque)
-    """The client's inputs that have not been taken, in order."""
+    """The client's inputs that the program has not taken, in order."""
     given: int = 0
     """Number of inputs that the client has given so far."""
     bytes: int = REQUEST_BYTES
 
     @property
     def input_bytes(self) -> int:
-        """The bytes of the inputs that have not been taken."""
+        """The bytes of the inputs that the program has not taken."""
         return sum(len(value.data) for value in self.inputs)
 
 
@@ -135,7 +137,7 @@ class VariableStorage:
 
     @property
     def requests(self) -> list[int]:
-        """Requests that had an operation and have not ended."""
+        """The requests that have state: they had an operation, and have not ended."""
         return list(self._held)
 
     def __len__(self) -> int:
@@ -159,8 +161,8 @@ class VariableStorage:
         return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
-        """The error for a new operation that is refused before it is applied; None if the operation
-        can be applied. The error is not stored.
+        """The error if a new operation is refused before it is applied; None if it may be applied.
+        The error is not stored.
 
         If the bytes of all requests would exceed ``total_bytes``, the operation may succeed later.
         All other refusals are final: the name is not valid, the value is too long, the request has
@@ -196,8 +198,8 @@ class VariableStorage:
         return None
 
     def no_room(self, op: Variable) -> str | None:
-        """The error for an input if too many inputs already wait for the program; otherwise None.
-        The input may be sent again."""
+        """The error for an input if too many inputs already wait for the program; None if there is
+        room. The client may send a refused input again."""
         held = self._held.get(op.request) if op.op == "give" else None
         if held is None:
             return None
@@ -210,11 +212,11 @@ class VariableStorage:
         )
 
     def opening(self, op: Variable, content: bytes, used: int) -> Variable:
-        """An operation that opens a context, in the form in which it is logged and applied. The
-        field ``value`` of the result has the content of the context. If the request does not have
-        room for the content, ``when_version_is`` has only the content's size in bytes. So contexts
-        that are refused do not fill the log. ``used``: an upper bound on the bytes of the request
-        before the operation."""
+        """The form in which an operation that opens a context is logged and applied. If the request
+        has room for the context's content, ``value`` of the result is the content. If not,
+        ``value`` is empty and ``when_version_is`` is the content's size in bytes, so that refused
+        contexts do not fill the log. ``used``: an upper bound on the bytes of the request before
+        the operation."""
         size = len(content)
         if max(used, REQUEST_BYTES) + VARIABLE_BYTES + size <= self.limits.request_bytes:
             return structs.replace(op, value=content, when_version_is=None)
@@ -229,10 +231,11 @@ class VariableStorage:
     def apply(self, op: Variable) -> VariableAnswer:
         """Applies an operation, or returns the stored answer if it was applied before.
 
-        ``append`` creates a variable that does not exist. Versions count writes, from 1. A ``get``
-        ignores ``when_version_is``. An operation that would exceed a limit changes nothing and is
-        answered with an ``error``. An operation with ``place`` is also answered with an ``error``
-        unless exactly ``place`` operations of its request were applied before.
+        ``append`` creates the variable if it does not exist. A variable's version is the number of
+        its writes. A ``get`` ignores ``when_version_is``. An operation that would exceed a limit
+        changes nothing and is answered with an ``error``. If an operation has ``place``, exactly
+        ``place`` operations of its request must have been applied before; if not, the answer has an
+        ``error``.
         """
         name = (op.lineage, op.count)
         held = self._held.get(op.request)
@@ -318,8 +321,8 @@ class VariableStorage:
     # --- one operation --------------------------------------------------------------------------
 
     def _give(self, held: _Held, op: Variable) -> VariableAnswer:
-        """Stores the next input of the client. A refusal is not stored, because the client may send
-        the input again."""
+        """Stores the next input of the client. If the input is refused, the answer is not stored,
+        because the client may send the input again."""
         size = len(op.value)
         if held.bytes + VARIABLE_BYTES + size > self.limits.request_bytes:
             text = (
@@ -392,7 +395,7 @@ class VariableStorage:
         return _Result(stored.version, written=True)
 
     def _over(self, held: _Held, stored: _Stored | None, op: Variable) -> str | None:
-        """The error for a write that would exceed a limit of its request; otherwise None."""
+        """The error if a write would exceed a limit of its request; None if it would not."""
         limits = self.limits
         grows = ANSWER_BYTES + len(op.value)
         if stored is None:
@@ -437,8 +440,8 @@ def _as_it_is(stored: _Stored | None) -> _Result:
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that become free if a value is replaced. Bytes that stored answers refer to are not
-    free."""
+    """The bytes that become free if a value is replaced. The prefix that stored answers refer to
+    does not become free."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)

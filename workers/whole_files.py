@@ -1,4 +1,4 @@
-"""Atomic writes of files that several processes may write at the same time."""
+"""Writes whole files atomically, even if several processes write the same file at the same time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NEW = ".new-"
 
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
-    """Writes ``content`` to a file with another name, and renames this file to ``file``. If
-    ``synced``, the content is on the disk before the rename. After an OSError, the old file is
+    """Writes ``content`` to a new file, and renames the new file to ``file``. If ``synced``, the
+    content is on the disk before the rename. If writing raises OSError, the old file is
     unchanged."""
     number, name = _begun(file.parent)
     try:
@@ -30,8 +30,8 @@ def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
 
 
 def write_first(file: Path, content: bytes) -> None:
-    """Writes a file unless the file exists. If several processes do this at the same time, the file
-    has the content of one of them. Raises OSError if the file cannot be written."""
+    """Writes a file if it does not exist yet. If several processes call this at the same time, the
+    file has the content of one process. Raises OSError if the file cannot be written."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:

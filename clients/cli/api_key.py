@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace, settings: Settings) -> int:
     if not re.fullmatch(r"[^\s#]\S{0,99}", args.name):
         print(
             f"tokenbus: {args.name!r} is not a valid name; use up to 100 characters without "
-            "spaces, of which the first is not '#'",
+            "spaces; the first must not be '#'",
             file=sys.stderr,
         )
         return WRONG_USAGE

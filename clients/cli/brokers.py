@@ -1,5 +1,5 @@
-"""The combined state of all brokers of a system. Each broker has separate sessions and streams.
-Every worker registers with all brokers."""
+"""The combined state of all brokers of a system. Each broker has its own sessions and streams. Each
+worker registers with all brokers."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusEr
 
 
 def merged(found: Sequence[Status]) -> Status:
-    """Combines the states of several brokers: adds their counts, joins their lists, and takes each
-    worker from the broker that received the worker's last message."""
+    """Combines the states of several brokers. Adds their counts, and joins their lists. The state
+    of a worker is taken from the broker that received the worker's last message."""
     first, *others = found
     if not others:
         return first

@@ -26,7 +26,8 @@ SHORT_ID = 12
 """Number of characters of a module id that messages show. Commands accept the first 8 or more
 characters of an id."""
 CONNECT_S = 1.0
-"""Seconds after which a broker's TCP address counts as not in use."""
+"""If a TCP address does not accept a connection within this number of seconds, it counts as not in
+use."""
 
 
 def add_command(commands: Any) -> None:
@@ -190,8 +191,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def wait_notice(settings: Settings) -> None:
-    """Prints a notice if nothing listens at the broker's address for workers. A worker that starts
-    now then has to wait for a broker."""
+    """Prints a notice if no broker listens at its address for workers. A worker that starts now
+    would then wait for a broker."""
     back = settings.back_endpoint
     if not any(map(_listens, separate(back))):
         where = f"--back {back}" if settings.back else f"--run-dir {settings.run_folder}"
@@ -204,7 +205,7 @@ def wait_notice(settings: Settings) -> None:
 
 
 def _listens(address: str) -> bool:
-    """Whether a process listens at an address. True for an address that cannot be checked."""
+    """Whether a process listens at an address. Also True if the address cannot be checked."""
     kind, _, rest = address.partition("://")
     if kind == "ipc":
         return rest.startswith("@") or Path(rest).exists()
@@ -223,13 +224,13 @@ def _listens(address: str) -> bool:
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Replaces this process by the worker, which then receives the signals and sets the exit
+    """Replaces this process by the worker. The worker then receives the signals and sets the exit
     code."""
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
     command = python_command("tokenbus.workers.controller", *args.programs)
     wait_notice(settings)
-    # With the same hash seed, sets of strings have the same order in all workers. A controller then
-    # behaves the same after its stream has moved to another worker.
+    # The hash seed determines the order of a set of strings. With the same seed in all workers, a
+    # controller makes the same decisions after its stream has moved to another worker.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     os.execve(sys.executable, command, os.environ | same_order | environment(settings))

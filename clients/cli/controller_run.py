@@ -1,5 +1,5 @@
-"""``tokenbus controller run``: generates text under a controller, which is given as a file or by
-its name."""
+"""``tokenbus controller run``: generates text under a controller. The command names the controller,
+or its file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from .texts import Texts, exit_code
 DEFAULT_PROMPT = "\n"
 """The default prompt: a line break, because a prompt must not be empty."""
 STORED_S = 10.0
-"""Maximum time in seconds that an interrupted run waits for the upload of its module to end."""
+"""If a run is interrupted during the upload of its module, it waits at most this number of seconds
+for the end of the upload."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """Matches the tag that a run adds to its module, so that the store keeps the module during the
@@ -107,8 +108,8 @@ def _report_unfinished(stream: Stream) -> None:
 
 
 def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:
-    """Returns ``error``. If the controller is unknown and ``program`` looks like a file name, the
-    returned error's message also lists the valid file suffixes."""
+    """Returns ``error``. If the controller is unknown, and ``program`` looks like a file name, adds
+    the valid suffixes of files to the error's message."""
     unknown = error.code == Code.UNKNOWN_CONTROLLER
     if not unknown or ":" in program or not Path(program).suffix:
         return error
@@ -121,8 +122,9 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
     """Stores a module for the ``with`` block and yields its id. The module is deleted afterwards
     unless it was stored before.
 
-    Each run adds a tag ``run-…`` to the module, so that only the last of several parallel runs
-    deletes the module. A module with any other tag is not deleted.
+    Each run adds a tag ``run-…`` to the module, and removes the tag at its end. The module is
+    deleted only if it then has no other tag. So if several runs use the module at the same time,
+    the last one deletes it.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)

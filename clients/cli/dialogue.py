@@ -17,8 +17,8 @@ from .exits import report
 from .line_pipe import READ_BYTES, Line, split_lines
 
 AGAIN_S = 0.5
-"""Seconds after which a refused input is sent again, if the broker's error has no
-``retry_after_s``."""
+"""If the error for a refused input has no ``retry_after_s``, the input is sent again after this
+number of seconds."""
 
 
 class Dialogue:
@@ -32,17 +32,16 @@ class Dialogue:
         self._stream = stream
         self._sends_inputs = with_inputs
         self._without_more = not with_inputs
-        """Whether no further input will be sent. The thread that sends the inputs sets this flag,
-        and then reads ``_awaited``. The thread that reads the stream sets ``_awaited``, and then
-        reads this flag. So at least one of the threads detects that the program waits for an input
-        that will never be sent."""
+        """Whether the last input was sent. The thread that sends the inputs first sets this flag
+        and then reads ``_awaited``. The thread that reads the stream first sets ``_awaited`` and
+        then reads this flag. So if the program waits for an input that will never be sent, at least
+        one thread detects this."""
         self._refused: deque[TokenbusError] = deque(maxlen=1)
-        """The error of the last input that was refused, until the error is reported. If standard
-        input ends and the program still waits for an input, ``entries`` raises this error."""
+        """The error of a refused input, until the error is reported. If standard input ends while
+        the program waits for an input, ``entries`` raises this error."""
         self._awaited = 0
-        """The number of the input that the program waits for. If the running sequences wait for
-        different inputs, this is the lowest number. It is 0 if at least one running sequence does
-        not wait for an input, or if no sequence is running."""
+        """If all running sequences wait for an input, the lowest number of these inputs. 0 if a
+        running sequence does not wait, or if no sequence is running."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:
@@ -66,8 +65,8 @@ class Dialogue:
         self._report_refused()
 
     def show(self, entry: Token, line_begun: bool) -> None:
-        """Prints the messages of an entry. ``line_begun``: whether the last printed line is
-        incomplete."""
+        """Prints the messages of an entry. ``line_begun``: whether the last printed line has no
+        line break yet."""
         for message in entry.messages:
             before = "\n" if line_begun else ""
             line_begun = False
@@ -116,9 +115,9 @@ class Dialogue:
             report(self._refused.pop())
 
     def _send(self, line: Line) -> TokenbusError | None:
-        """Sends an input. While the broker refuses it because too many inputs wait for the program,
-        sends it again after a pause. Returns the error if the input is refused for another reason;
-        None if the input is accepted or the stream has ended."""
+        """Sends an input. If too many inputs wait for the program, the broker refuses the input,
+        and this method sends it again after a pause. Returns None if the input is accepted, or if
+        the stream has ended. If the input is refused for another reason, returns the error."""
         if line.size > MAX_INPUT_BYTES:
             what = f"the input has {line.size} bytes; at most {MAX_INPUT_BYTES} are allowed"
             return RequestError(Code.TOO_LARGE, what)

@@ -1,4 +1,5 @@
-"""Exit codes of the command line, errors as one line on stderr, and numbers with their nouns."""
+"""The exit codes of the commands. Also prints errors as one line on stderr, and formats numbers
+with their nouns."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from ...protocol.errors import (
 
 OK = 0
 FAILED = 1
-"""An internal error occurred, a process of the system failed, or a check has a negative result. For
-example, the grammar refuses the text."""
+"""An internal error occurred, a process of the system failed, or a check has a negative result,
+such as a text that the grammar refuses."""
 WRONG_USAGE = 2
 """A flag, a variable or a file is not valid."""
 UNAVAILABLE = 3
 """The broker or a worker is missing, or a queue is full; the same command may succeed later."""
 REFUSED = 4
-"""The request is not valid, or failed for a reason that has no other exit code, such as an error of
-its controller."""
+"""The request is not valid. Or it failed for a reason that has no other exit code, such as an error
+of its controller."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 """The command was interrupted by Ctrl-C."""

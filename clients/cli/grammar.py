@@ -1,7 +1,7 @@
 """``tokenbus grammar``: checks texts against grammars, without a running system.
 
-The implementation is imported on first use, because other commands work without the packages in
-``NEEDED``.
+The implementation needs the packages in ``NEEDED``. It is imported only when this command runs,
+because other commands work without these packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""``tokenbus grammar allowed``: shows one token mask, which contains the tokens that may follow a
-text."""
+"""``tokenbus grammar allowed``: shows one token mask: the tokens that may follow a text."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ CELLS = (80, 100, 140)
 unknown, and the maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Fraction of the space for examples that is used for allowed tokens. The rest is used for
-forbidden tokens."""
+"""A row has examples of allowed and of forbidden tokens. Allowed tokens use this fraction of the
+space."""
 
 
 class _Found(NamedTuple):
@@ -134,12 +133,12 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Label of a row of tokens that begin with white space. After the white space, they continue with a
-character of the kind that the row above shows."""
+"""Label of a row of tokens that begin with white space. The character after the white space is of
+the kind that the row above names."""
 
 _Kind = tuple[str, bool]
-"""The kind of a token's first character that is not white space, and whether white space precedes
-this character. The kind is ``(WHITE, False)`` if the token contains only white space."""
+"""The kind of a token's first character after white space, and whether the token begins with white
+space. If the token has only white space, this is ``(WHITE, False)``."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -208,9 +207,10 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """Yields ``tokens`` in an order in which the first tokens differ. First comes one token for
-    each initial character (after white space), then all other tokens. Both parts keep the order of
-    ``tokens``, which are sorted by id. In most tokenizers, low ids belong to frequent tokens."""
+    """Yields ``tokens``, but with different first characters at the beginning. First comes one
+    token for each first character after white space, then come all other tokens. Both parts keep
+    the order of ``tokens``, which are sorted by id. In most tokenizers, low ids belong to frequent
+    tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

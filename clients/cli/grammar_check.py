@@ -150,9 +150,10 @@ def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> di
 
 
 def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
-    """Raises ServiceError if the grammar backend and the reference disagree about an input: one
-    accepts it and the other does not, or they stop at different places. ``last``: the last step of
-    the grammar backend. ``wrong_at``: the result of the reference (``Language.wrong_at``)."""
+    """Raises ServiceError if the grammar backend and the reference disagree about an input. They
+    disagree if only one of them accepts the input, or if they stop at different places. ``last``:
+    the last step of the grammar backend. ``wrong_at``: the result of the reference
+    (``Language.wrong_at``)."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:
         agree, guest = wrong_at is None, "accepts the text"

@@ -76,8 +76,8 @@ def _warn(prompt: str) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Answers prompts until ``quit`` or the end of the input. Returns 0 on a terminal, otherwise
-    the exit code of the last prompt."""
+    """Answers prompts until ``quit`` or the end of the input. On a terminal, returns 0. If the
+    input is not a terminal, returns the exit code of the last prompt."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  Gives input() its history and editing.

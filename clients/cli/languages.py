@@ -1,7 +1,7 @@
 """Compiles a grammar or a regular expression of the library or of a file.
 
-``Recognizer`` and ``Dfa`` interpret the compiled tables in Python. They are the *reference*, with
-which the masks of the grammar backend are compared.
+``Recognizer`` and ``Dfa`` interpret the compiled tables in Python. They are the *reference*: the
+masks of the grammar backend are compared with their results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SUFFIXES = (".y", ".rx")
 """Suffixes of the files of grammars and of regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""If at most this number of printable ASCII characters are missing from a set, the set's
-description lists the missing characters."""
+"""If at most this number of printable ASCII characters are not in a set, the description of the set
+lists them."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -66,8 +66,8 @@ class Language(Protocol):
         """Conflicts and warnings, such as lexemes that never match."""
 
     def wrong_at(self, text: bytes) -> int | None:
-        """The index of the first byte that cannot follow; the text's length if the text ends too
-        early; None if the text is accepted."""
+        """None if the text is accepted. If not, the index of the first byte that may not follow the
+        bytes before it, or the text's length if the text ends too early."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
         """The lexemes that may follow ``beginning``, the beginning of a text. For a regular
@@ -81,15 +81,16 @@ def library_sources() -> list[Source]:
 
 
 def title(source: Source) -> str:
-    """Describes a source of the library in one line: the heading of the source's Markdown file,
-    without the name."""
+    """Describes a source of the library in one line. The line is the heading of the source's
+    Markdown file, without the name."""
     page = files(library) / f"{source.name}.md"
     return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
 
 
 def read_source(name: str) -> Source:
-    """Reads a file if ``name`` ends with .y or .rx or contains a /, otherwise a source of the
-    library. Raises FileFault if the source does not exist or cannot be read."""
+    """Reads a source. If ``name`` ends with .y or .rx, or contains a /, the source is this file.
+    Any other name is a source of the library. Raises FileFault if the source does not exist or
+    cannot be read."""
     if "/" not in name and not name.endswith(SUFFIXES):
         for kind in ("y", "rx"):
             if name in library.names(kind):
@@ -132,8 +133,8 @@ def _of_library(name: str, kind: str) -> Source:
 
 
 def _character(text: bytes, at: int) -> int:
-    """The index of the first byte of the character that contains the byte ``at``. The result is
-    ``at`` if the text around the byte is not valid UTF-8."""
+    """The index of the first byte of the character that contains the byte ``at``. If the text
+    around this byte is not valid UTF-8, the result is ``at``."""
     if at == len(text):
         return at
     for start in range(at - 1, max(at - 4, -1), -1):
@@ -175,8 +176,9 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # The grammar's file does not contain the terminal for the end of the text, nor the rule for
-        # the whole text. These two symbols and the rule's alternative are not counted.
+        # The compiler adds a terminal for the end of the text, and a rule for the whole text. These
+        # two symbols and the rule's alternative are not in the grammar's file, so they are not
+        # counted.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,
@@ -257,8 +259,8 @@ def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _characters(allowed: set[int]) -> Iterable[str]:
-    """Describes the characters that may begin with the bytes in ``allowed``: as ranges, or as all
-    characters except a few."""
+    """Describes the characters whose first byte is in ``allowed``, as ranges or as all characters
+    except a few."""
     beyond = any(byte >= 0xC2 for byte in allowed)
     printed = [byte for byte in _PRINTED if byte in allowed]
     if len(printed) >= len(_PRINTED) - EXCLUDED:

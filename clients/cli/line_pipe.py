@@ -27,8 +27,8 @@ READ_BYTES = 65_536
 PING_S = 1.0
 """Interval between PINGs to the broker, in seconds."""
 OWN_PING, LAST_PING = 2**62, 2**62 + 1
-"""Numbers of the PINGs that this program sends itself: during the run, and after the last input
-line. Their PONGs are not printed."""
+"""This program also sends PINGs of its own. The first number is that of the PINGs during the run,
+the second that of the PING after the last input line. Their PONGs are not printed."""
 
 
 class _Named(Struct):
@@ -59,8 +59,9 @@ class LinePipe:
     """Sends the lines of standard input to the broker at the address ``front``, and prints the
     broker's messages.
 
-    ``timeout_s``: the time after which a broker that does not answer counts as lost. ``key``: the
-    key for the connection, or None. Raises AddressError if ``front`` is not a valid address.
+    ``timeout_s``: if the broker does not answer for this number of seconds, it counts as lost.
+    ``key``: the key for the connection, or None. Raises AddressError if ``front`` is not a valid
+    address.
     """
 
     def __init__(self, front: str, timeout_s: float, key: OwnKey | None = None) -> None:
@@ -70,7 +71,7 @@ class LinePipe:
         self._live: set[int] = set()
         """The ids of the streams and requests that have not ended."""
         self._sent_all = False
-        """Whether the broker has received all of the input."""
+        """Whether the broker has received the whole input."""
 
     async def serve(self) -> None:
         """Runs until the input and every stream have ended. Raises ConnectionLostError if the
@@ -164,8 +165,8 @@ class Line(NamedTuple):
 
 
 class _InputLines:
-    """Reads the lines of standard input on a thread, because an event loop can watch a pipe but not
-    a file.
+    """Reads the lines of standard input on a thread. Standard input may be a file, and an event
+    loop cannot watch a file.
 
     The thread reads the file descriptor. If the thread waited in ``sys.stdin``, the process could
     not exit.
@@ -177,8 +178,8 @@ class _InputLines:
         threading.Thread(target=self._read, name="input", daemon=True).start()
 
     async def next(self) -> Line | None:
-        """The next line, of which at most ``MAX_LINE_BYTES`` are kept; None at the end of the
-        input."""
+        """The next line; None at the end of the input. At most ``MAX_LINE_BYTES`` of a line are
+        kept."""
         return await self._queue.get()
 
     def _read(self) -> None:

@@ -45,7 +45,8 @@ class Mask(NamedTuple):
 
 
 class MaskStep(NamedTuple):
-    """A token of a text, or the end of the text (``token`` is None), with the mask before it."""
+    """A token of a text, and the mask at its place. If ``token`` is None, the step is the end of
+    the text."""
 
     offset: int
     """Place of the token in the text, in bytes."""

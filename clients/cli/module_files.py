@@ -36,7 +36,7 @@ class FileFault(Exception):
 
 def check_writable(path: str) -> None:
     """Raises FileFault if ``path`` is a folder, or if its folder does not exist or is not writable.
-    A command calls this function before its work begins, so that the result of the work is not
+    A command calls this function before its work begins. Without this check, the work could be
     lost."""
     folder = Path(path).parent
     if not folder.is_dir():
@@ -48,8 +48,8 @@ def check_writable(path: str) -> None:
 
 
 def text_or_file(name: str, given: str) -> str:
-    """The value of the flag or parameter ``name``: the given text or, for ``@FILE``, the text of
-    that file. Raises FileFault if the file cannot be read."""
+    """The value of the flag or parameter ``name``. The value is the given text or, if this is
+    ``@FILE``, the text of the file. Raises FileFault if the file cannot be read."""
     if not given.startswith("@"):
         return given
     try:
@@ -128,8 +128,8 @@ def _checked(source: Path, diagnostics: str) -> str:
     that the SDK does not declare.
 
     The SDK declares the four functions in ``CALLS``. If a controller defines another function
-    ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared. The
-    same warnings about functions with other names are left out.
+    ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared.
+    clang also warns about functions with other names; these warnings are left out.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

@@ -115,7 +115,7 @@ def _assignment(item: str) -> tuple[str, Any]:
 
 def client_for(settings: Settings) -> Client:
     """A client of the system at the address in the settings. If ``tokenbus up`` runs this system on
-    this machine, the broker may be starting, so the client waits longer for an answer."""
+    this machine, the client waits longer for an answer, because the broker may be starting."""
     front, patience_s = settings.front_endpoint, settings.command_timeout_s
     if is_started(front):
         patience_s = max(patience_s, settings.session_timeout_s)
@@ -123,7 +123,8 @@ def client_for(settings: Settings) -> Client:
 
 
 def given_text(words: list[str]) -> str:
-    """The arguments joined to a text; standard input if the arguments are ``-`` or missing."""
+    """The arguments, joined to a text. If the argument is ``-`` or missing, the text is read from
+    standard input."""
     if words not in ([], ["-"]):
         return " ".join(words)
     content = sys.stdin.buffer.read()
@@ -137,8 +138,9 @@ def given_text(words: list[str]) -> str:
 
 
 def parameter(name: str, text: str | None) -> Any:
-    """Parses the value of a parameter; for ``controller_arg``, ``@FILE`` is the text of that file.
-    Raises RequestError if the parameter is unknown, or if the value is missing or not valid."""
+    """Parses the value of a parameter. ``@FILE`` as the value of ``controller_arg`` stands for the
+    text of the file. Raises RequestError if the parameter is unknown, or if the value is missing or
+    not valid."""
     if name not in PARAMETERS:
         near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
         known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"
@@ -167,8 +169,8 @@ def _value(name: str, text: str) -> Any:
     try:
         return convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
-        # A text that consists of digits was decoded as a number, but may be the name of a
-        # controller, such as the beginning of a module id.
+        # A text of digits was decoded as a number. But it may be the name of a controller, such as
+        # the beginning of a module id.
         with suppress(msgspec.ValidationError):
             return convert(text, PARAMETERS[name].type, strict=False)
         raise

@@ -106,8 +106,8 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt in the ``with`` block, so that the block's
-    ``finally`` clauses run."""
+    """In the ``with`` block, SIGTERM and SIGHUP raise KeyboardInterrupt. So the block's ``finally``
+    clauses run."""
     before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield
@@ -146,8 +146,8 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
 
 
 def _end(supervisor: Supervisor, gently: bool) -> None:
-    """Stops the system. Kills the system if it was never ready, if the stop takes too long, or at
-    Ctrl-C."""
+    """Stops the system. If the system was never ready, if the stop takes too long, or at Ctrl-C,
+    kills the system instead."""
     deadline = time.monotonic() + END_S
     try:
         if gently:

@@ -23,8 +23,8 @@ from .options import add_connection, at_least_one, client_for
 from .own_system import broker_answers, own_system
 
 SHOWN = 8
-"""Maximum number of allowed tokens, of forbidden tokens and of biases that ``--show masks`` prints
-for an entry."""
+"""For an entry, ``--show masks`` prints at most this number of allowed tokens, of forbidden tokens,
+and of biases."""
 
 _TEST = '''\
 """{what}
@@ -162,8 +162,9 @@ def _replay(
 
 
 def _texts(client: Client, model: str) -> Callable[[int], str]:
-    """Returns a function that maps a token of this model to its text. If the model has no tokenizer
-    or the package tokenizers is not installed, the function returns the token's id instead."""
+    """Returns a function that maps a token of this model to its text. If the model has no
+    tokenizer, or the package tokenizers is not installed, the function returns the token's id as
+    text."""
     try:
         from tokenizers import Tokenizer
 
@@ -174,7 +175,7 @@ def _texts(client: Client, model: str) -> Callable[[int], str]:
 
 
 def _line(entry: Token, texts: Callable[[int], str] | None) -> str:
-    """Formats an entry; with ``texts``, also the mask and the bias of the entry."""
+    """Formats an entry. If ``texts`` is given, adds the mask and the bias of the entry."""
     what = f"{entry.seq}:{entry.pos}"
     if entry.parent is not None:
         what += f"  fork of {entry.parent}"
@@ -199,7 +200,7 @@ def _mask(entry: Token, texts: Callable[[int], str]) -> str:
     """Formats the mask and the bias of a sampled entry, and the time of the controller's round."""
     parts = ["every token is allowed"]
     if entry.allowed is not UNSET:
-        # ``top_logprobs`` has the likeliest tokens, and ``cut`` the forbidden tokens among them.
+        # ``top_logprobs`` has the likeliest tokens. ``cut`` has those of them that are forbidden.
         likely = {} if entry.top_logprobs is UNSET else entry.top_logprobs
         ids = sorted(likely.keys() - set(entry.cut), key=lambda i: (-likely[i], i))
         more = ", …" if entry.allowed > min(len(ids), SHOWN) else ""

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 SHOWN = 100
 """Maximum number of characters of a line that are shown."""
 _BEFORE = 60
-"""Number of shown characters before the caret, in a line that is cut on both sides."""
+"""If a line is cut on both sides, this number of characters before the caret is shown."""
 _INDENT = "    "
 
 
@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """Shows the line ``line``, and a caret below its column ``column``. A line break precedes
-        both. Returns an empty text for an empty line. Long lines are cut."""
+        """Shows the line ``line``, and a caret below its column ``column``. The result begins with
+        a line break. If the line is empty, the result is empty. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))

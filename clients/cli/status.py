@@ -66,16 +66,15 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def absence_lines(status: Status) -> list[str]:
-    """Returns one line if workers are registered, but none of them is a GPU worker. Otherwise
-    returns no lines."""
+    """A line that says that no GPU worker is registered. Empty if a GPU worker is registered, or if
+    no worker is registered at all."""
     if not status.workers or any(worker.role == "gpu" for worker in status.workers):
         return []
     return ["no GPU worker is registered"]
 
 
 def isolation_lines(status: Status) -> list[str]:
-    """Lines with the layers of isolation that are missing at each controller worker, and the
-    remedies."""
+    """Lines with the layers of isolation that controller workers lack, and the remedies."""
     lines = []
     for worker in status.workers:
         if worker.missing_layers:

@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the effects of one template; returns the exit code."""
     try:
-        from ..gateway.template_check import findings
+        from ..gateway.templates.template_check import findings
     except ImportError as error:
         raise FileFault(f"{error}; pip install 'tokenbus[gateway]' installs the packages") from None
     found = asyncio.run(findings(_files(args.template_model, settings)))
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _files(name: str, settings: Settings) -> TokenizerFiles:
-    """The template of a path, or of a served model if the path does not exist. Raises FileFault if
-    a file cannot be read or is not valid."""
+    """The template of the path ``name``. If this path does not exist, ``name`` is the name of a
+    served model. Raises FileFault if a file cannot be read or is not valid."""
     path = Path(name)
     if not _exists(path):
         if name.startswith(("/", "./", "../", "~")):

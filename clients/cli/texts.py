@@ -15,8 +15,8 @@ from .notices import Notices
 class LiveText:
     """Prints the text of one sequence on standard output, as it arrives.
 
-    Printed text cannot be removed. After a backtrack a line states how many tokens were removed,
-    and the text is printed again from its beginning.
+    Printed text cannot be removed. After a backtrack, a line says how many tokens were removed, and
+    the text is printed again from its beginning.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class LiveText:
 
 
 class Texts:
-    """Prints the text of the first sequence as it arrives, until the stream has a second sequence.
-    If the stream has several sequences, ``end`` prints all texts."""
+    """Prints the text of a stream as it arrives, as long as the stream has only one sequence. If
+    the stream has several sequences, ``end`` prints the texts of all sequences."""
 
     def __init__(self, stream: Stream, notices: Notices, *, with_inputs: bool = True) -> None:
         self._stream = stream
@@ -74,8 +74,8 @@ class Texts:
 
 
 def print_completed(stream: Stream, notices: Notices) -> None:
-    """Prints each sequence of a stream when the sequence has ended, because several growing texts
-    cannot be printed at the same time."""
+    """Prints the text of each sequence when the sequence has ended. Several growing texts cannot be
+    printed at the same time."""
     for entry in stream:
         notices.clear()
         if entry.finish_reason is not None:

@@ -32,9 +32,9 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault if the tokenizer cannot
     be read.
 
-    For a tokenizer.json, the vocabulary size and the end-of-sequence tokens come from the
-    configuration files in the same folder. Without these files, the size comes from the tokenizer.
-    A tekken.json contains both.
+    A tekken.json contains the vocabulary size and the end-of-sequence tokens. For a tokenizer.json,
+    both come from the configuration files in the same folder. If these files are missing, the size
+    comes from the tokenizer.
     """
     path = embedded.path() if name == embedded.NAME else Path(name)
     if path.is_dir():
@@ -135,8 +135,8 @@ def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
 
 def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokenizer:
     """Makes a tokenizer like tiktoken's from ``tokens``, which are sorted by rank. Each step of an
-    encoding merges the two neighbours whose merged token has the lowest rank. ``first`` is the id
-    of rank 0."""
+    encoding merges two neighbouring tokens: those whose merged token has the lowest rank. ``first``
+    is the id of rank 0."""
     rank = {token: number for number, token in enumerate(tokens)}
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []
@@ -159,8 +159,9 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
 
 
 def _letters() -> dict[int, str]:
-    """A table for ``str.translate`` that maps bytes to the characters by which GPT-2's vocabulary
-    represents them. A byte is left out if it equals the code point of its character."""
+    """A table for ``str.translate``. GPT-2's vocabulary represents each byte by a character, and
+    the table maps the byte to this character. A byte that is represented by the character with the
+    same number is left out."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}

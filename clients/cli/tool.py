@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Replaces this process by the worker, which then receives the signals and sets the exit
+    """Replaces this process by the worker. The worker then receives the signals and sets the exit
     code."""
     if (args.module is None) == (args.mcp_command is None):
         raise FileFault("give a file or a module with functions, or --mcp COMMAND")

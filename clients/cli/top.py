@@ -45,7 +45,8 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the cells are aligned to the right."""
     drop: int = 0
-    """A narrow terminal drops columns whose ``drop`` is above 0, the highest number first."""
+    """If the terminal is too narrow for all columns, columns whose ``drop`` is above 0 are left
+    out, the highest number first."""
 
 
 WORKER_COLUMNS = (
@@ -152,8 +153,8 @@ class FittedTable:
 
 
 class Pictures:
-    """Makes a picture of each status. The requests per second and the rounds per second in a
-    picture are means since the previous picture."""
+    """Makes a picture of each status. Requests per second and rounds per second are means over the
+    time since the previous picture."""
 
     def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None

@@ -1,7 +1,7 @@
 """Erases the types of a script in TypeScript, so that the rest is JavaScript.
 
-Types are replaced with spaces, and line breaks are kept. So the rest of the script keeps its lines
-and columns, and the positions in errors are right without a source map. Source: Bloomberg's
+Spaces replace the types, and line breaks stay. So the rest of the script keeps its lines and
+columns, and the positions in errors are right without a source map. Source: Bloomberg's
 ts-blank-space. The parser is tree-sitter's grammar of TypeScript.
 """
 
@@ -49,7 +49,8 @@ _TOKENS = {
     "abstract_class_declaration": ("abstract",),
     "non_null_expression": ("!",),
 }
-"""For each node type of a JavaScript construct: the tokens that TypeScript adds to it."""
+"""Maps the node type of a JavaScript construct to the tokens that TypeScript adds to the
+construct."""
 _STATEMENTS = frozenset(
     {
         "expression_statement",
@@ -147,8 +148,8 @@ class _Eraser:
 
     def _erase_part(self, node: Node) -> None:
         """Erases a part of a construct. If the part ends a statement at a line break, or begins a
-        member of a class, a semicolon takes its place. Without the semicolon, JavaScript might join
-        two lines to one statement."""
+        member of a class, a semicolon replaces the part. Without the semicolon, JavaScript might
+        read two lines as one statement."""
         parent = node.parent
         assert parent is not None
         self._blank(node.start_byte, node.end_byte)
@@ -190,8 +191,9 @@ class _Eraser:
         return first.type == "this"
 
     def _keep_arrow_on_line(self, node: Node, result: Node) -> None:
-        """Moves the closing parenthesis of the parameters to the end of the result's type if a line
-        break is between the two. JavaScript does not allow a line break before the arrow."""
+        """If a line break is between the parameters and the end of the result's type, moves the
+        closing parenthesis of the parameters to this end. JavaScript does not allow a line break
+        between the parenthesis and the arrow."""
         parameters = node.child_by_field_name("parameters")
         if parameters is not None and b"\n" in self._text[parameters.end_byte : result.end_byte]:
             self.made[parameters.end_byte - 1] = ord(" ")

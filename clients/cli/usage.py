@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole_number)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the arguments. Each command's parser reports its own unknown arguments, because it
-        has the list of valid flags."""
+        """Parses the arguments. The parser of a command reports unknown arguments of this command
+        itself, because it has the list of valid flags."""
         self._check_order(sys.argv[1:] if args is None else list(args))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -89,8 +89,8 @@ def _whole_number(text: str) -> int:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The remedy for an unknown name: the nearest known name, otherwise all known names. The remedy
-    is empty for a flag that does not resemble a known flag."""
+    """The remedy for an unknown name: the nearest known name or, if no known name is similar, all
+    known names. If a flag is not similar to a known flag, the remedy is empty."""
     near = difflib.get_close_matches(name, known, 1, 0.7)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -1,9 +1,9 @@
 """``python -m tokenbus.clients.cluster``: adapts the number of workers in a Ray cluster to the
 load.
 
-SIGTERM alone ends only this process. supervisord sends it before a restart. The successor of this
-process finds the workers by their names. On SIGINT, or on SIGTERM after SIGUSR1, this process first
-drains all workers.
+supervisord sends SIGTERM when it restarts this process. SIGTERM ends only this process: the workers
+continue, and the next process finds them by their names. SIGINT, or SIGTERM after SIGUSR1, ends the
+system: this process first drains all workers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LOOK_EVERY_S = 0.1
 
 
 def end_in_ray(settings: Settings) -> int:
-    """Drains and ends the workers from all runs of a system; returns their number.
+    """Drains and ends the workers of all runs of a system; returns the number of workers.
 
     Raises SystemFault if ``connect`` fails, for example because no Ray cluster runs.
     """
@@ -23,8 +23,8 @@ def end_in_ray(settings: Settings) -> int:
         raise SystemFault(str(error), WRONG_SETTING) from None
     nothing = WorkerSetup({}, None)
     kinds: tuple[Kind, ...] = ("gpu", "controller")
-    # The name of this run is empty, so all existing workers belong to other runs, and ``find``
-    # retires them.
+    # This run has the empty name. All existing workers have other runs' names, so ``find`` retires
+    # them.
     left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
     now = time.monotonic()
     found = sum(members.find(now) for members in left)

@@ -18,7 +18,7 @@ MODULES: Mapping[Kind, str] = {
     "controller": "tokenbus.workers.controller",
 }
 ENDING_MARGIN_S = 10.0
-"""Time in seconds, in addition to ``drain_s``, after which a retiring worker is killed."""
+"""A retiring worker is killed after ``drain_s`` plus this number of seconds."""
 
 
 def ray_module() -> Any:
@@ -27,9 +27,9 @@ def ray_module() -> Any:
 
 
 def resources(kind: Kind, settings: Settings) -> dict[str, float]:
-    """The resources that a worker reserves on its node. A GPU worker reserves a GPU and a CPU for
-    each of its devices or, on the device ``cpu``, a CPU for each of its threads. A controller
-    worker reserves a CPU."""
+    """The resources that a worker reserves on its node. A controller worker reserves a CPU. A GPU
+    worker reserves a GPU and a CPU for each of its devices. If its device is ``cpu``, it reserves a
+    CPU for each of its threads."""
     if kind == "gpu" and settings.device != "cpu":
         return {"GPU": float(settings.tp), "CPU": float(settings.tp)}
     if kind == "gpu":
@@ -61,7 +61,8 @@ class Member:
 
     @property
     def node(self) -> str | None:
-        """The node of the worker, or the planned node; None if the node is unknown."""
+        """The node of the worker. Before its first report, this is the planned node, or None if no
+        node is planned."""
         return self.report.node if self.report is not None else self._target
 
     def look(self, now: float) -> None:
@@ -211,8 +212,8 @@ class Members:
                 log.info("%s has ended", member.name)
 
     def _emptiest(self, bundle: Mapping[str, float]) -> str | None:
-        """The node with the fewest workers of this kind, among the nodes whose total resources
-        suffice for a worker; None if there is no such node."""
+        """The node with the fewest workers of this kind. Nodes whose total resources do not suffice
+        for a worker are left out. None if no node is left."""
         nodes = [node for node in ray_module().nodes() if node["Alive"]]
         on = [member.node for member in self.serving]
         room = [

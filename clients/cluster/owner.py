@@ -19,8 +19,8 @@ from ...protocol.python_command import python_command
 
 RESTART_S = (0.5, 15.0)
 """The shortest and the longest pause before an ended process is restarted, in seconds. If a process
-ran longer than the longest pause, the next pause is the shortest pause. Otherwise the next pause is
-twice the previous pause, up to the longest pause."""
+ran longer than the longest pause, the next pause is the shortest. If it ran for less time, the next
+pause is twice the previous one, up to the longest."""
 WRONG_SETTING = 2
 """The exit code after which a process is not restarted, because a restart would fail too."""
 _PR_SET_PDEATHSIG = 1
@@ -38,7 +38,7 @@ class Report(NamedTuple):
     exit_code: int | None
     """The exit code of the last process that ended; None if no process has ended."""
     retiring: bool
-    """Whether ``retire`` was called, after which the process ends."""
+    """Whether ``retire`` was called. The process then ends."""
     ended: bool
     """Whether the process has ended and will not be restarted."""
 
@@ -49,7 +49,8 @@ class Owner:
 
     Ray kills actors without notice, so the process asks the kernel to kill it when the actor dies.
     ``key`` is the content of the worker's key file. The actor writes this content to a file on the
-    node. The actor removes the file when the worker ends for good, unless Ray has killed the actor.
+    node. When the worker has ended and will not be restarted, the actor removes the file. If Ray
+    kills the actor, the file stays.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -67,8 +68,8 @@ class Owner:
         self._exit_code: int | None = None
         self._retiring = threading.Event()
         self._ended = threading.Event()
-        # The kernel kills the process when the thread that started the process ends. Therefore one
-        # thread, which lives as long as the actor, starts all processes.
+        # When the thread that started the process ends, the kernel kills the process. So a thread
+        # that lives as long as the actor starts all processes.
         threading.Thread(target=self._run, name="owner", daemon=True).start()
 
     def report(self) -> Report:

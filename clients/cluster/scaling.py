@@ -1,5 +1,5 @@
-"""Computes the target number of workers of a kind from their load and the waiting requests, with
-hysteresis.
+"""Computes the target number of workers of a kind from their load and the waiting requests. The
+number changes only if the load requires another number for some time.
 
 The code uses neither a clock nor a cluster. The caller passes the load and the time.
 """
@@ -16,8 +16,9 @@ FULL = 0.8
 """If the utilization of the workers is above this value, another worker is needed. The utilization
 is the number of workers that the present work would fill, divided by the number of workers."""
 IDLE = 0.5
-"""A worker can be removed if the remaining workers would then have at most this utilization. The
-number of workers does not change while the utilization is between ``IDLE`` and ``FULL``."""
+"""A worker can be removed if the utilization of the remaining workers would then be at most this
+value. While the utilization is between ``IDLE`` and ``FULL``, the number of workers does not
+change."""
 
 
 class Bounds(NamedTuple):
@@ -30,9 +31,8 @@ class Bounds(NamedTuple):
 class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
-    If more workers are needed continuously for ``up_after_s``, the number grows to the needed
-    number. Each time that fewer workers are needed continuously for ``down_after_s``, the number
-    falls by one.
+    If more workers are needed during all of ``up_after_s``, the number rises to the needed number.
+    If fewer workers are needed during all of ``down_after_s``, the number falls by one.
     """
 
     def __init__(self, bounds: Bounds, up_after_s: float, down_after_s: float) -> None:
@@ -80,7 +80,7 @@ def gpu_workers_needed(status: Status, settings: Settings) -> float:
 
 def controller_workers_needed(status: Status, settings: Settings) -> float:
     """The number of controller workers that the present controllers would fill. If rounds wait for
-    a thread at every worker, the result is so large that a worker is added."""
+    a thread at every worker, the result is large enough to add a worker."""
     workers = [worker for worker in status.workers if worker.role == "controller"]
     needed = sum(worker.requests for worker in workers) / settings.controller_capacity
     if workers and all(worker.load.get("waiting", 0.0) > 0 for worker in workers):

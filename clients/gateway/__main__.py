@@ -11,11 +11,11 @@ from pathlib import Path
 from ...protocol import logs, tracing
 from ...protocol.keys import KeyFault, own_key
 from ...protocol.settings import SettingError, load
-from .lingering import Leaving, run
+from .connections.lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""If this command-line argument is given, SIGUSR2 makes the gateway finish its streams while its
-successor serves new requests (``lingering.py``)."""
+"""A command-line argument. With this argument, SIGUSR2 makes the gateway finish its streams while
+its successor serves new requests (``lingering.py``)."""
 
 
 def main() -> int:
@@ -27,8 +27,8 @@ def main() -> int:
 def _serve(leaving: Leaving | None) -> int:
     try:
         from .app import build
+        from .connections.server import BindError, GatewayServer, check_tls, listen
         from .keys import ApiKeys, KeyFileError
-        from .server import BindError, GatewayServer, check_tls, listen
     except ImportError as error:
         print(
             f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs its packages",
@@ -53,11 +53,11 @@ def _serve(leaving: Leaving | None) -> int:
         listener = listen(settings)
     except (SettingError, KeyFileError, KeyFault, BindError) as error:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
-        # After exit code 2, supervisord does not restart the process. The exit code is 1 if the
-        # address is in use, because the address may become free.
+        # supervisord does not restart a process with the exit code 2. If the address is in use, the
+        # exit code is 1, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
-    # The tokenizers library distributes the texts of a call over threads. Each call here has only
-    # one text, so the threads would only cost time.
+    # The tokenizers library distributes the texts of a call over threads. Each call of the gateway
+    # has only one text, so threads would not save time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")

@@ -1,9 +1,10 @@
 """Structures for the forms in which models write thinking and tool calls.
 
-Each family of models was trained on one form, which its chat template shows. A *structure*
-(``protocol.structure``) describes an answer: its *tags* are marked parts, such as a call, and its
-*phases* determine which text and tags may follow. The controller worker computes masks from the
-structure, and the gateway uses it to split the answer into its parts.
+Each *family* of models was trained on one form. The chat template of a model shows the form. A
+*structure* (``protocol.structure``) describes an answer. The *tags* of a structure are marked
+parts, such as a call. Its *phases* determine which text and tags may follow. The controller worker
+computes masks from the structure. The gateway splits the answer into its parts with the same
+structure.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ _SEP = _mark("tool sep")
 
 @dataclass(frozen=True)
 class Family:
-    """The form in which a family of models writes tool calls: ``opening``, then the calls,
-    separated by ``between``, then ``closing``. A call is ``head NAME middle ARGUMENTS tail``."""
+    """The form in which a family of models writes tool calls. ``opening`` precedes the calls,
+    ``between`` separates them, and ``closing`` follows them. A call is ``head NAME middle ARGUMENTS
+    tail``."""
 
     head: str
     middle: str
     tail: str
     between: str
     trigger: str
-    """A prefix of ``opening + head``. If an answer contains this text where a call may begin, the
-    rest of a call must follow."""
+    """A prefix of ``opening + head``. If an answer has this text at a place where a call may begin,
+    the rest of a call must follow."""
     opening: str = ""
     """Text before the first call."""
     closing: str = ""
@@ -51,8 +53,8 @@ class Family:
     quoted: bool = True
     """Whether the name of the called function is written as a JSON string."""
     never: tuple[str, ...] = ()
-    """Texts that an answer may not contain in free text or arguments, because parsers of this form
-    search for them."""
+    """Texts that free text and arguments may not contain, because parsers of this form search for
+    them in the whole answer."""
 
 
 HERMES = Family(
@@ -148,7 +150,7 @@ answer continues thinking that the prompt has begun."""
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
     """Whether and where the answers of a model contain thinking. ``prompt_end``: the end of the
-    prompt's text, which may have begun the thinking."""
+    prompt's text. The thinking may already begin there."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -179,8 +181,7 @@ class Wanted:
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
-    """The constraint on the text outside thinking and calls. None means that such text is not
-    allowed."""
+    """The constraint on the text outside thinking and calls. If None, such text is not allowed."""
     parallel: bool = True
     """Whether several calls are allowed."""
     thinking: Thinking = "none"
@@ -193,9 +194,9 @@ def structure_of(family: Family, wanted: Wanted) -> Structure:
 
 
 class _Building:
-    """Builds a structure for any family except gpt-oss. Its phases are the beginning, the answer
-    after thinking, the part after a call, the end, and the empty line between thinking and a
-    constrained text."""
+    """Builds a structure for any family except gpt-oss. The structure has five phases: the
+    beginning, the answer after thinking, the part after a call, the end, and the empty line between
+    thinking and a constrained text."""
 
     BEGIN, ANSWER, CALLED, END, SPACED = range(5)
 
@@ -217,8 +218,8 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # Some constraints do not allow a text that begins with an empty line, so the empty line
-        # after thinking has its own tag.
+        # Some constraints do not allow an empty line at the beginning of the text. So the empty
+        # line after thinking has its own tag.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None
@@ -259,9 +260,9 @@ class _Building:
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
         """Adds one tag for the calls of each function; returns the tags' indices. ``before``: the
-        text before the call. If ``whole`` is True, only the whole text before the arguments begins
-        a call. Otherwise, a prefix of this text (``Family.trigger``) is enough. ``whole`` is for
-        answers with a constrained text, because such a text may contain the prefix."""
+        text before the call. A call begins with the prefix ``Family.trigger`` of this text. If
+        ``whole`` is True, a call begins only with the whole text before the arguments. Answers with
+        a constrained text need this, because such a text may contain the prefix."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:
@@ -284,8 +285,8 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """The markers of thinking, which must not occur in free text or arguments, because parsers
-        search for them anywhere in an answer. Empty if the answer has no thinking."""
+        """The markers of thinking; empty if the answer has no thinking. Free text and arguments
+        must not contain them, because parsers search for them in the whole answer."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:
@@ -297,8 +298,8 @@ class _Building:
 
 
 class _Harmony:
-    """Builds a structure for gpt-oss. Its phases are the first message, a later message, the final
-    text, and the end after a call."""
+    """Builds a structure for gpt-oss. The structure has four phases: the first message, a later
+    message, the final text, and the end after a call."""
 
     FIRST, LATER, FINAL, CALLED = range(4)
 

@@ -71,13 +71,14 @@ class PartReader:
         self._called = False
         """Whether a call has begun."""
         self._space = ""
-        """White space at the current end of a text or thinking part. It is reported with the next
-        text of this part, or dropped if another part follows."""
+        """White space at the present end of a text or thinking part. If more text of this part
+        follows, the white space is reported with it. If another part follows, the white space is
+        dropped."""
         self._spoke = False
         """Whether the current part contains more than white space."""
         self._kind: Kind = "text"
         self._after_tag = self._structure.inside is not None
-        """Whether the current part follows another part or a tag. If so, white space at the
+        """Whether another part or a tag precedes the current part. If so, white space at the
         beginning of the current part is dropped."""
 
     def feed(self, text: str) -> list[Part]:

@@ -33,11 +33,12 @@ from . import (
     rollouts,
     sglang,
 )
-from .connection_shares import CountConnections
+from .connections.connection_shares import CountConnections
 from .context import Gateway
-from .errors import ApiError, from_tokenbus
+from .errors import ApiError, as_api_error
 from .keys import ApiKeys
 from .security import OriginCheck, RequireKey
+from .stored import requests as responses
 from .traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 def routes() -> list[BaseRoute]:
     """The routes of all interfaces."""
-    completing = (openai, anthropic, ollama, llama_cpp, aici, sglang)
+    completing = (openai, responses, anthropic, ollama, llama_cpp, aici, sglang)
     doors = (lmtp, *completing, inputs, rollouts, chat_page, console, health, metrics)
     described = [
         operation
@@ -56,8 +57,8 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application. ``Traffic`` wraps the error handlers, so that it also counts the
-    answers that they make."""
+    """Starlette's application. ``Traffic`` wraps the error handlers too, so that it also counts
+    their answers."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Wraps the application in ``Traffic``. Starlette calls this method once."""
@@ -94,8 +95,8 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
         routes=routes(),
         middleware=checks,
         exception_handlers={
-            ApiError: _api_error,
-            TokenbusError: _tokenbus_error,
+            ApiError: _error,
+            TokenbusError: _error,
             HTTPException: _http_error,
             ClientDisconnect: _disconnected,
             Exception: _internal_error,
@@ -104,14 +105,9 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
     )
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response(request.url.path)
-
-
-async def _tokenbus_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TokenbusError)
-    return from_tokenbus(error).response(request.url.path)
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | TokenbusError)
+    return as_api_error(error).response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

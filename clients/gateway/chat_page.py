@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from .bodies import ignored_of, read_body
+from .bodies.reading import ignored_of, read_body
 from .console import FOLDER as CONSOLE
 from .context import gateway_of
 from .conversation.planning import prepare
 from .events import unless_disconnected
+from .generation.generations import rest_of_context
 from .json import json_response
 from .openai.chat_bodies import ChatRequest
-from .openai.generations import rest_of_context
 from .pages import HEADERS, files_of, serve_file, wants_page
 from .tokenization import num_items
 
@@ -52,7 +52,7 @@ def routes() -> list[BaseRoute]:
 
 
 def _root() -> Any:
-    """Serves the page to browsers, and redirects other clients to ``/console``."""
+    """Answers browsers with the page. Redirects other clients to ``/console``."""
     page = serve_file(FOLDER / PAGE, vary="accept")
 
     async def root(request: Request) -> Response:

@@ -10,13 +10,13 @@ from ...protocol.keys import OwnKey
 from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .. import AsyncClient
-from .connection_shares import ConnectionShares
+from .connections.connection_shares import ConnectionShares
 from .idempotency import NamedRequests
 from .models import ModelTable
 from .stored.responses import StoredResponses
-from .templates import Templates
+from .templates.templates import Templates
 from .traffic import Counts
-from .tunnels import Tunnels
+from .tunnels.tunnels import Tunnels
 from .turns import Turns, current_tenant
 from .user_shares import SharedClient, UserShares
 
@@ -33,28 +33,29 @@ class Gateway:
         self._tenants: dict[str, SharedClient] = {}
         """The bus clients of tenants, by the public part of the tenant's CURVE key."""
         self._operators: dict[str, AsyncClient] = {}
-        """The bus clients for the operator's HTTP requests, by the public part of the CURVE key
-        with which they connect. An empty string stands for the gateway's own key."""
+        """The bus clients for the operator's HTTP requests. The key is the public part of the CURVE
+        key with which the client connects; an empty string stands for the gateway's own CURVE
+        key."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
         self.large_bodies = Turns()
-        """The lock for the decoding of bodies that need a turn (``bodies.body_turn``)."""
+        """The lock for the decoding of large bodies. Users take turns (``bodies.body_turn``)."""
         self.stored = StoredResponses(settings.run_folder)
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""
         self.draining = False
-        """Whether the process has received a signal to end, and finishes its requests first."""
+        """Whether the process has received a signal to end. It then finishes its requests."""
         self.probed = False
         """Whether ``/ready`` was requested, probably by a load balancer."""
         self.drain_seen = asyncio.Event()
-        """Set when ``/ready`` has been answered with 503 during the drain."""
+        """Set when the gateway has answered ``/ready`` with 503 after the signal to end."""
 
     @property
     def client(self) -> SharedClient:
         """The bus client for the current task's request. All HTTP requests of a tenant share one
-        client. Requests whose API key has no tenant share one client, which connects with the
+        client. All requests whose API key has no tenant share one client. It connects with the
         gateway's own key."""
         key = current_tenant.get()
         if key is None:
@@ -79,8 +80,8 @@ class Gateway:
 
     async def close(self) -> None:
         """Closes the stored responses, the template processes, the tunnels and the bus clients. The
-        streams of the bus clients end. The streams of background responses have their own sessions,
-        and continue for another gateway."""
+        streams of the bus clients end. The streams of background responses do not end: they have
+        their own sessions, and another gateway continues them."""
         await self.stored.close()
         await self.templates.close()
         await self.tunnels.close()

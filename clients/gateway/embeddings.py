@@ -31,7 +31,8 @@ ANSWER_BYTES = 6
 """Bytes of memory that an answer occupies for each byte of its vectors. The answer consists of the
 vectors and their JSON text."""
 TURN_VECTORS = 8
-"""Number of vectors that are scaled, compared or encoded before other requests have their turn."""
+"""After this number of vectors has been scaled, compared or encoded, other requests have their
+turn."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -111,8 +112,8 @@ async def vectors(
         except TokenbusError as error:
             raise _named(error, texts.field, number * BATCH_TEXTS) from None
         gateway.shares.take_bytes(ANSWER_BYTES * len(answer.vectors))
-        # ``split`` copies the vectors of at most 64 texts, which blocks the event loop for less
-        # than a millisecond.
+        # ``split`` copies the vectors of at most 64 texts. This blocks the event loop for less than
+        # a millisecond.
         found += split(answer)
         await asyncio.sleep(0)
     return found
@@ -127,8 +128,9 @@ def split(answer: Embedded) -> list[array[float]]:
 
 
 def _named(error: TokenbusError, field: str, first: int) -> ApiError:
-    """Converts an error of the bus about a text to an ApiError that names the text in the HTTP
-    request. ``first``: the index in the request of the first text that was sent to the bus."""
+    """Converts an error of the bus about a text to an ApiError. The ApiError names the place of the
+    text in the HTTP request. ``first``: the index, in the HTTP request, of the first text of the
+    request to the bus."""
     named = from_tokenbus(error)
     param = named.param or ""
     if param.startswith("inputs["):
@@ -139,9 +141,9 @@ def _named(error: TokenbusError, field: str, first: int) -> ApiError:
 async def shortened(
     model: ServedModel, found: list[array[float]], dimensions: int | None
 ) -> list[array[float]]:
-    """The first ``dimensions`` components of each vector, scaled to the length 1 (Matryoshka
-    embeddings). If ``dimensions`` is None, the vectors are unchanged. Raises ApiError 400 if the
-    vectors have fewer components."""
+    """Shortens each vector to its first ``dimensions`` components, and scales it to the length 1
+    (Matryoshka embeddings). If ``dimensions`` is None, the vectors are unchanged. Raises ApiError
+    400 if the vectors have fewer components than ``dimensions``."""
     if dimensions is None:
         return found
     size = len(found[0])
@@ -162,8 +164,8 @@ async def similarities(pairs: Iterable[tuple[array[float], array[float]]]) -> li
 
 
 async def in_turns(given: Iterable[S], make: Callable[[S], T]) -> list[T]:
-    """Calls ``make`` for each vector or pair; returns the results. Lets other requests run after
-    every ``TURN_VECTORS`` calls."""
+    """Calls ``make`` for each vector or pair; returns the results. After every ``TURN_VECTORS``
+    calls, other requests run."""
     made = []
     for number, one in enumerate(given, 1):
         made.append(make(one))

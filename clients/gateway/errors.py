@@ -19,8 +19,8 @@ _STATUS: dict[str, int] = {
     Code.CONFLICT: 409,
     Code.MODEL_LOAD_FAILED: 502,
     Code.QUEUE_FULL: 503,
-    # The broker sends this code if the gateway's session exceeds a limit. If a user exceeds a share
-    # (``UserShares``), the status is 429.
+    # The broker sends this code if the gateway's own session exceeds a limit. If a user of the
+    # gateway exceeds a share (``UserShares``), the status is 429 instead.
     Code.CLIENT_LIMIT: 503,
     Code.STORE_FAILED: 503,
     Code.NO_WORKER: 503,
@@ -33,8 +33,8 @@ _STATUS: dict[str, int] = {
     Code.TIMEOUT: 504,
     Code.INTERNAL: 500,
 }
-"""The HTTP status for each error code of the bus. The codes that are missing here have the status
-400: the request, its controller, or a tool of the controller has failed."""
+"""The HTTP status for each error code of the bus. A code that is not in this table has the status
+400. With such a code, the request is not valid, or its controller or a tool has failed."""
 
 _TYPES = {
     401: "authentication_error",
@@ -55,8 +55,8 @@ _CODES: dict[str, str] = {
 
 
 class UserLimitError(UnavailableError):
-    """A user has used up a share: of the streams, of the memory for bodies, or of the WebSockets.
-    Over HTTP the user receives a 429. Other users are not affected."""
+    """A user has used up a share of the streams, of the memory for bodies, or of the WebSockets.
+    Over HTTP, the user receives a 429. Other users are not affected."""
 
 
 class ApiError(Exception):
@@ -225,6 +225,11 @@ def from_tokenbus(error: TokenbusError) -> ApiError:
         param=field_name(error.path),
         retry_after_s=retry_after_s,
     )
+
+
+def as_api_error(error: ApiError | TokenbusError) -> ApiError:
+    """An error of the gateway or of the bus as an ApiError."""
+    return error if isinstance(error, ApiError) else from_tokenbus(error)
 
 
 def field_name(path: str | None) -> str | None:

@@ -1,7 +1,8 @@
 """Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled.
 
-While the gateway shuts down, the stream of a request with an idempotency key is not cancelled. It
-continues at the broker, so that a repeated request can attach to it (``idempotency.py``).
+There is one exception: while the gateway shuts down, the stream of a request with an idempotency
+key is not cancelled. This stream continues at the broker, so that a repeated request can attach to
+it (``idempotency.py``).
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ def event(value: object, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """An answer that sends the events from the generator ``events``, which yields one or several
-    whole events at a time.
+    """An answer that sends the events of a generator. Each value of the generator is one or several
+    whole events.
 
-    When the client disconnects, the generator is cancelled and closed, which closes the stream that
-    it reads. While the client does not read, the generator waits.
+    When the client disconnects, the generator is cancelled and closed. It then closes its stream on
+    the bus. While the client does not read, the generator waits.
     """
 
     media_type = "text/event-stream"
     numbers = True
-    """Whether the events get an ``id:`` with their number if the request has an idempotency key."""
+    """If true, and the request has an idempotency key, each event gets an ``id:`` with its
+    number."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
@@ -82,10 +84,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. Cancels ``work`` and raises ClientDisconnect if the client
-    disconnects.
+    """Returns the result of ``work``. If the client disconnects first, cancels ``work`` and raises
+    ClientDisconnect.
 
-    Answers that are sent as a whole use this function, so that no tokens are generated for a
+    Answers that are sent as a whole use this function. So the bus does not generate tokens for a
     disconnected client.
     """
     # The current task runs ``work``, because a second task would delay the first token by two

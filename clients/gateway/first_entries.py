@@ -18,9 +18,9 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError if the bus refuses the request, or if the first entry is an error whose
-    code is not in ``shown``. The body of the answer reports errors with the codes in ``shown``.
-    Raises ClientDisconnect if the client disconnects. If an error is raised, the stream is closed.
+    ``shown``: codes of errors that the body of the answer reports. Raises TokenbusError if the bus
+    refuses the request, or if the first entry is an error with another code. Raises
+    ClientDisconnect if the client disconnects. If an error is raised, the stream is closed.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

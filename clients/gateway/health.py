@@ -1,7 +1,7 @@
 """``/live``, ``/ready``, ``/health`` and ``/health_generate``, for load balancers and Kubernetes.
 
-``/live`` returns 200 while the process runs. The other paths return 503 while the
-gateway drains, while the broker does not answer, and while no GPU worker is ready.
+``/live`` returns 200 as long as the process runs. The other paths return 503 if the gateway drains,
+if the broker does not answer, or if no GPU worker is ready.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answers 200 if requests are served, otherwise 503 with the reason."""
+    """Answers 200 if requests are served, and 503 with the reason if they are not."""
     gateway = gateway_of(request)
     gateway.probed = True
     reason = await why_not_ready(gateway)

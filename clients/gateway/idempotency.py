@@ -1,17 +1,17 @@
 """Requests with an idempotency key. A client that repeats such a request receives the same stream
 from its beginning.
 
-``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). A named
-request has its own session at the broker. The session's token is computed from the key, the user
-and a secret of the gateways. The ids of the session's streams are computed from the path and the
-body.
+A request with the header ``Idempotency-Key`` is a *named* request
+(draft-ietf-httpapi-idempotency-key-header). It has its own session at the broker. The session's
+token is computed from the key, the user and a secret of the gateways. The ids of the session's
+streams are computed from the path and the body.
 
-A gateway that serves the repetition takes the session over and attaches to the stream. It does not
-need state from the first gateway. If a client sends the key of another user, the gateway
-computes a different token.
+When a client repeats the request, the gateway that receives it takes the session over and attaches
+to the stream. This gateway needs no state of the first gateway. If another user sends the same key,
+the gateway computes a different token.
 
-If the broker does not have the stream any more, the request runs again. If the request has no seed,
-a seed is computed like the session's token, so that the repetition has the same seed.
+If the broker does not have the stream any more, the request runs again. It then needs the same
+seed. So if a request has no seed, its seed is computed from the same values as the session's token.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KEY = re.compile(r'"?[!#-~]{1,256}"?')
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Each user
-may have a share of this number (``fits_share``). Further named requests use the shared session, and
-run again if they are repeated."""
+may have a share of this number (``fits_share``). Further named requests use the shared session. If
+a client repeats such a request, it runs again."""
 STREAM_BITS, TRY_BITS = 12, 8
 """A stream id has three fields. The lowest ``TRY_BITS`` bits count how often the gateway has sent
 the stream's request again (``Call.base``). The next ``STREAM_BITS`` bits are the number of the
-stream within the HTTP request. The 32 bits above are a digest of the path and the body."""
+stream within the HTTP request. The next 32 bits are a digest of the path and the body."""
 
 
 class NamedRequest:
@@ -62,7 +62,7 @@ class NamedRequest:
 
     def __init__(self, key: str, last_event: int, rooms: NamedRequests) -> None:
         self.last_event = last_event
-        """The number of the last event that the client has received; only later events are sent."""
+        """The number of the last event that the client has received. Only later events are sent."""
         self._key = key
         self._rooms = rooms
         self._user = ""
@@ -73,7 +73,7 @@ class NamedRequest:
 
     @property
     def token(self) -> str:
-        """The token of the request's session, which is computed with the secret of the gateways."""
+        """The token of the request's session. It is computed with the secret of the gateways."""
         return self._derived("session").hex()[:32]
 
     @property
@@ -93,8 +93,8 @@ class NamedRequest:
         return prefix + self._derived(f"id {self._ids}").hex()[:24]
 
     def begin(self, call: Call, seed: int | None) -> int:
-        """Sets the stream ids of a call; returns its seed, which is computed if ``seed`` is
-        None."""
+        """Sets the stream ids of a call. Returns ``seed``; if it is None, returns a seed that is
+        computed from the key."""
         call.base = self.base + (self._streams << TRY_BITS)
         call.repeated = self.last_event > 0
         self._streams += 1
@@ -103,16 +103,16 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. A repeated request may skip streams of earlier turns,
-        and its other streams must have the same numbers as in the first request."""
+        """Sets the number of the next stream. A repeated request may skip the streams of earlier
+        turns. Its later streams must still have the numbers that they had in the first request."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
-        """The bus client of the request's session, which ``make`` creates from the token at the
-        first call. None if this gateway or the user has the maximum number of such clients.
+        """The bus client of the request's session. At the first call, ``make`` creates it from the
+        token. None if this gateway or the user already has the maximum number of such clients.
 
-        Raises ApiError 409 if this gateway serves a request with the same key, but another path or
-        body.
+        Raises ApiError 409 if this gateway already serves a request with the same key and another
+        path or body.
         """
         if self._client is None and self._rooms.enter(self.token, self.base, self._user):
             try:
@@ -124,9 +124,9 @@ class NamedRequest:
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Ends the request's session when the answer was sent or the client has disconnected. With
-        ``leave``, the session remains open for some time, so that its streams continue for a
-        repeated request."""
+        """Ends the request's session. Called when the answer was sent, or when the client has
+        disconnected. If ``leave`` is true, the session stays at the broker for some time, so that
+        its streams continue for a repeated request."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -147,8 +147,8 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """For each session token, the first stream id of the named request, and the number of HTTP
-        requests with this token that this process serves now."""
+        """By session token: the first stream id of the named request, and the number of HTTP
+        requests with this token that this process serves at present."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 
@@ -178,15 +178,15 @@ class NamedRequests:
         return NamedRequest(key.strip('"'), int(last_event or 0), self)
 
     def of_background(self, id: str, last_event: int) -> NamedRequest:
-        """The named request of a background response (``openai/background.py``), so that another
-        gateway can continue its stream. ``id``: the response's id. ``last_event``: the number of
-        its stored events."""
+        """Makes a named request for a background response (``stored/background.py``), so that
+        another gateway can continue the response's stream. ``id``: the response's id.
+        ``last_event``: the number of the response's stored events."""
         return NamedRequest(f"background {id}", last_event, self)
 
     def enter(self, token: str, base: int, user: str) -> bool:
-        """Adds a request of ``user`` with its own session. Returns False if too many such requests
-        are open; the request then has to use the shared session. Raises ApiError 409 if the key is
-        in use for another path or body."""
+        """Adds a request of ``user`` that has its own session. If too many such requests are open,
+        returns False, and the request must use the shared session. Raises ApiError 409 if the key
+        is in use for another path or body."""
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()
@@ -217,8 +217,8 @@ class NamedClient(AsyncClient):
         session: str,
         leaves: Callable[[], bool],
     ) -> None:
-        """``session``: the session's token. ``leaves`` returns whether a stream continues at the
-        broker after ``close``."""
+        """``session``: the session's token. ``leaves``: returns whether a closed stream continues
+        at the broker."""
         super().__init__(
             front, max_unread=max_unread, wait_for_room=False, key=key, session=session
         )
@@ -226,7 +226,7 @@ class NamedClient(AsyncClient):
         self.leaves = leaves
 
     def end(self, leave: bool) -> None:
-        """Ends the session, or only its connection if ``leave`` is True. Blocks."""
+        """Ends the session. If ``leave`` is True, ends only its connection. Blocks the thread."""
         self._connection.close(keep=leave)
 
     def begin(self, call: Call) -> AsyncStream:
@@ -253,8 +253,8 @@ class NamedStream(AsyncStream):
             return []
 
     def close(self) -> None:
-        """Cancels the request. If the client's ``leaves`` returns True, the stream instead
-        continues at the broker for a repeated request."""
+        """Cancels the request. But if ``leaves`` of the client returns True, the stream continues
+        at the broker for a repeated request."""
         client = self._client
         if isinstance(client, NamedClient) and client.leaves() and not self._finished:
             self._finished = self._closed = True
@@ -264,10 +264,11 @@ class NamedStream(AsyncStream):
 
 
 class NumberedEvents:
-    """Adds ``id:`` to the events of a stream, and omits events that the client has received.
+    """Adds ``id:`` to the events of a stream, and leaves out events that the client has already
+    received.
 
-    Pings, and the error that ends a stream, have no number, because they differ between
-    repetitions.
+    Pings have no number, and an error that ends a stream has none. In a repeated answer, these
+    events may be different.
     """
 
     def __init__(self, last_event: int) -> None:
@@ -282,7 +283,7 @@ class NumberedEvents:
         return cls(named.last_event) if named is not None else None
 
     def write(self, part: bytes) -> bytes:
-        """Numbers the complete events in ``part``; returns those that the client does not have."""
+        """Numbers the events in ``part``. Returns the events that the client has not received."""
         return b"".join(map(self._event, part.split(b"\n\n")[:-1]))
 
     def _event(self, event: bytes) -> bytes:
@@ -310,8 +311,8 @@ def _fault(what: str) -> ApiError:
 
 
 def _secret(settings: Settings) -> bytes:
-    """The secret that the gateways of a system share. It is computed from their CURVE key, or read
-    from a file in the run directory if they have no key."""
+    """The secret that the gateways of a system share. It is computed from their CURVE key. If they
+    have no key, it is read from a file in the run directory."""
     own = own_key(settings, "client")
     if own is not None:
         return hashlib.sha256(b"gateway " + bytes.fromhex(own.secret)).digest()
@@ -321,7 +322,7 @@ def _secret(settings: Settings) -> bytes:
     descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
-    # Only the first gateway can create the link. All gateways then use the secret in its file.
+    # Only the first gateway can create the link. All gateways then read the secret from this file.
     with suppress(FileExistsError):
         path.hardlink_to(made)
     made.unlink()

@@ -1,8 +1,9 @@
-"""``POST /v1/streams/{id}/input`` sends an input to the program that a running HTTP request has as
-its controller.
+"""``POST /v1/streams/{id}/input`` sends an input to a program: the controller of a running HTTP
+request.
 
-``id`` is the ``x-request-id`` of the running request, which its client may choose. Only the user
-who has sent this request may send inputs, and only to the gateway process that serves it.
+``id`` is the ``x-request-id`` of the running request. The client may choose this id. Only the user
+who has sent the running request may send inputs to it. The input must reach the gateway process
+that serves the running request.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from .bodies import Body, read_body
+from .bodies.reading import Body, read_body
 from .context import gateway_of
 from .errors import ApiError
 from .events import unless_disconnected
@@ -28,8 +29,8 @@ class InputBody(Body):
 
     text: str
     number: Annotated[int, Meta(ge=1)] | None = None
-    """The number of the input in its stream, from 1. A request that repeats the number is answered,
-    but the program does not receive the input again."""
+    """The number of the input in its stream, from 1. If another request repeats the number, it is
+    answered, but the program does not receive the input again."""
 
 
 def routes() -> list[BaseRoute]:

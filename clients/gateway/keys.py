@@ -12,7 +12,7 @@ from ...protocol.keys import KeyFault, OwnKey
 
 LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})(\s+(?P<key>\S.*))?")
 OPERATOR = "+operator"
-"""The third part of a line whose API key is the operator's."""
+"""The third part of a line. It says that the API key is the operator's."""
 
 
 class KeyFileError(ValueError):
@@ -21,9 +21,10 @@ class KeyFileError(ValueError):
 
 class ApiKeys:
     """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of an API
-    key. If the holder is a tenant of the bus, the path of the file with the tenant's CURVE key
-    follows, relative to this file. The word ``+operator`` instead of a path means that the API key
-    allows the operator's requests over HTTP. The gateway sends them with its own CURVE key.
+    key. If the holder is a tenant of the bus, the path of the tenant's CURVE key file follows,
+    relative to this file. Instead of the path, a line may have the word ``+operator``: the API key
+    then allows the operator's requests over HTTP. The gateway sends these requests with its own
+    CURVE key.
 
     The API keys themselves, 256 random bits each, are not in the file. Empty lines and lines that
     begin with ``#`` are skipped.
@@ -39,8 +40,8 @@ class ApiKeys:
         self._tenants = tenants or {}
         """The tenants' CURVE keys, by the holder's name."""
         self._operators = operators
-        """The hashes of the API keys with ``+operator``. A holder may also have API keys without
-        this word."""
+        """The hashes of the API keys with ``+operator``. The same holder may have further API keys
+        without this word."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:

@@ -15,13 +15,7 @@ from starlette.routing import BaseRoute, Route
 from ...protocol.messages import Token
 from ...protocol.sampling import TokenId
 from .. import GenerateOptions
-from .bodies import Body, ignored_of, read_body
-from .context import Gateway, gateway_of
-from .conversation.constraints import Constraint, Schema, json_schema
-from .conversation.growing import GrowingChoices
-from .errors import ApiError, invalid_field
-from .events import event, unless_disconnected
-from .field_types import (
+from .bodies.field_types import (
     MaybeStops,
     Penalty,
     RepetitionPenalty,
@@ -34,10 +28,16 @@ from .field_types import (
     sampling_of,
     stops_of,
 )
-from .json import json_response
+from .bodies.reading import Body, ignored_of, read_body
+from .context import Gateway, gateway_of
+from .conversation.constraints import Constraint, Schema, json_schema
+from .conversation.growing import GrowingChoices
+from .errors import ApiError, invalid_field
+from .events import event
+from .generation.counter import Counter
+from .generation.generations import Generations
+from .generation.respond import respond
 from .models import ServedModel
-from .openai.generations import Generations, begun
-from .openai.usage import Counter
 from .openapi import Operation
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 40, 0.95, 0.05
@@ -159,6 +159,20 @@ class Job:
     first: float = 0.0
     """The time of the first token, in seconds of ``time.monotonic``; 0 before the first token."""
 
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a streamed answer."""
+        async for text, end in _texts(self):
+            parts = [event(LlamaPiece(text))] if text else []
+            if end.finish_reason is not None:
+                parts.append(event(_ended(self, "", end)))
+            if parts:
+                yield b"".join(parts)
+
+    async def whole(self) -> LlamaAnswer:
+        """The answer as one object."""
+        found = [(text, end) async for text, end in _texts(self)]
+        return _ended(self, "".join(text for text, _ in found), found[-1][1])
+
 
 def routes() -> list[BaseRoute]:
     """The routes of the two paths that llama.cpp uses for completions."""
@@ -180,11 +194,8 @@ async def completion(request: Request) -> Response:
     """Answers with the continuation of a prompt, as one object or as events."""
     ignored = ignored_of(request)
     body = await read_body(request, LlamaRequest, ignored)
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
-    if body.stream:
-        return await begun(request, _events(job), ignored.headers)
-    answer = await unless_disconnected(request.receive, _whole(job))
-    return json_response(answer, headers=ignored.headers)
+    work = _begin(gateway_of(request), body)
+    return await respond(request, work, ignored, stream=body.stream)
 
 
 async def _begin(gateway: Gateway, body: LlamaRequest) -> Job:
@@ -210,20 +221,6 @@ async def _texts(job: Job) -> AsyncGenerator[tuple[str, Token], None]:
         if end.finish_reason == "error":
             raise ApiError(400, end.error or "the answer failed", code=end.code)
         yield "".join(text for _, text, _ in taken), end
-
-
-async def _events(job: Job) -> AsyncGenerator[bytes, None]:
-    async for text, end in _texts(job):
-        parts = [event(LlamaPiece(text))] if text else []
-        if end.finish_reason is not None:
-            parts.append(event(_ended(job, "", end)))
-        if parts:
-            yield b"".join(parts)
-
-
-async def _whole(job: Job) -> LlamaAnswer:
-    found = [(text, end) async for text, end in _texts(job)]
-    return _ended(job, "".join(text for text, _ in found), found[-1][1])
 
 
 def _ended(job: Job, content: str, end: Token) -> LlamaAnswer:

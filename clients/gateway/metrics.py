@@ -1,8 +1,8 @@
 """``/metrics`` for Prometheus: the metrics of the broker, its workers and this gateway.
 
-At each scrape, the gateway requests the metrics of the broker and its workers from the broker, so
-that all gateways report the same values. A metric that also exists in vLLM has the same name as
-there, with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists all metrics.
+At each scrape, the gateway requests the metrics of the broker and its workers from the broker. So
+all gateways report the same values. A metric that also exists in vLLM has the same name as there,
+with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Snapshot(Collector):
 
 
 def of_status(status: Status | None) -> Iterator[Series]:
-    """The series of the broker's answer; only ``up`` if the broker has not answered."""
+    """Yields the series of the broker's answer. If the broker has not answered, yields only
+    ``up``."""
     yield Series("up", {}, float(status is not None))
     if status is None:
         return

@@ -21,7 +21,8 @@ from .token_bytes import bytes_of, decoders
 from .tokenization import Tokenization
 
 FRESH_S = 10.0
-"""A cached description of a model that is older than this, in seconds, is requested again."""
+"""If a cached description of a model is older than this number of seconds, it is requested
+again."""
 SHORT_TEXT = 4096
 """Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
 loop."""
@@ -29,8 +30,8 @@ MAX_NEW_TEXTS = 256
 """Maximum number of texts of single tokens that are computed in the event loop at once. Each takes
 about 20 µs."""
 MAX_SHOWN_NAME = 256
-"""Maximum length, in characters, of a requested model name that an answer repeats. Instead of a
-longer name, the answer has the name under which the model is served."""
+"""Maximum number of characters of a requested model name that an answer repeats. If the requested
+name is longer, the answer has the name under which the model is served."""
 MAX_REASON = 500
 """Maximum number of characters of the error message for a tokenizer that cannot be read."""
 LOAD_S = 600.0
@@ -58,8 +59,8 @@ class ServedModel:
         return self.info.name
 
     def name_for(self, asked: str | None) -> str:
-        """The model's name in an answer: the name that the request ``asked`` for, which may be an
-        alias. If an answer names another model, Claude Code drops the thinking in this answer."""
+        """The model's name in an answer. This is the requested name ``asked``, which may be an
+        alias: if an answer has another name, Claude Code drops the thinking in the answer."""
         return asked if asked and len(asked) <= MAX_SHOWN_NAME else self.name
 
     @cached_property
@@ -79,9 +80,9 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``. A long text is encoded on a thread. Short texts are encoded one
-        after another, and the event loop serves other requests between them. Raises RequestError
-        if a text of more than ``SHORT_TEXT`` characters is too long for the model."""
+        """Token ids of ``text``. A text of more than ``SHORT_TEXT`` characters is encoded on a
+        thread. Raises RequestError if such a text is too long for the model. Shorter texts are
+        encoded one after another, and the event loop serves other requests between them."""
         if len(text) <= SHORT_TEXT:
             return await self.tokenization.run_short(lambda: self.encode(text, special=special))
         bound = self._bound
@@ -103,8 +104,8 @@ class ServedModel:
 
     def _encode_long(self, text: str, special: bool, bound: TextBound) -> list[int]:
         bound.check_count(text, self._count)
-        # ``encode`` holds the interpreter's lock and blocks the event loop; ``encode_batch`` does
-        # not.
+        # ``encode`` holds the interpreter's lock, and so blocks the event loop. ``encode_batch``
+        # does not hold the lock.
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return batch[0].ids
 
@@ -122,8 +123,9 @@ class ServedModel:
             )
 
     async def detokenize(self, ids: list[int]) -> str:
-        """The text of token ids. A long list is decoded on a thread, so that other requests are
-        served meanwhile. Short lists are decoded one after another, as in ``tokenize``."""
+        """The text of token ids. A long list is decoded on a thread, and the event loop serves
+        other requests during this time. Short lists are decoded one after another, as in
+        ``tokenize``."""
         if len(ids) <= SHORT_TEXT:
             return await self.tokenization.run_short(lambda: self.decode(ids))
         # ``decode_batch`` does not hold the interpreter's lock; ``decode`` does.
@@ -165,8 +167,8 @@ class ServedModel:
     def _text(self, token: int) -> str:
         if token in self.special_ids:
             return self.tokenizer.id_to_token(token) or ""
-        # Some decoders drop a space at the beginning of a text, so the token is decoded after
-        # another token.
+        # Some decoders drop a space at the beginning of a text. So the token is decoded together
+        # with a token before it.
         return self._after_anchor(token)
 
     def _after_anchor(self, token: int) -> str:

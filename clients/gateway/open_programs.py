@@ -31,8 +31,8 @@ class OpenPrograms:
 
     @contextmanager
     def request(self, id: str) -> Iterator[None]:
-        """Wraps an HTTP request with this ``x-request-id``. ``stream`` finds the streams of the
-        request until the end of the block."""
+        """Wraps an HTTP request with this ``x-request-id``. Until the end of the block, ``stream``
+        finds the streams of the request."""
         running = _Running(id)
         token = self._current.set(running)
         try:
@@ -56,8 +56,8 @@ class OpenPrograms:
         running.streams.append(stream)
 
     def stream(self, id: str) -> AsyncStream:
-        """The stream that has a controller among the streams of the current user's request ``id``.
-        Raises ApiError: 404 if such a stream does not exist, and 409 if several exist."""
+        """Finds the stream of the current user's request ``id`` that has a controller. Raises
+        ApiError: 404 if the request has no such stream, and 409 if it has several."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

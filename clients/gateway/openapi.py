@@ -1,5 +1,5 @@
-"""``GET /openapi.json`` describes the gateway's paths, and their bodies and answers as schemas that
-are made from the structs."""
+"""``GET /openapi.json`` describes the gateway's paths. The schemas of bodies and answers are made
+from the structs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REFUSALS = {
     503: "No worker is available, or the queue is full; Retry-After has the seconds to wait.",
     504: "The request took too long.",
 }
-"""The error statuses that the document lists for each operation. It does not list 500, because a
-500 is a defect of the gateway."""
+"""The error statuses that the document lists for each operation. 500 is not listed, because it
+means that the gateway has a defect."""
 
 
 @dataclass(frozen=True)

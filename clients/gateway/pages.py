@@ -59,8 +59,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def serve_file(path: Path, **headers: str) -> Endpoint:
-    """The endpoint that answers with one file, or with status 304 if the browser's copy is current.
-    The file is read once, in this call. ``headers``: further headers of the answer."""
+    """The endpoint that answers with one file. If the browser's copy is current, it answers with
+    status 304. The file is read once, in this call. ``headers``: further headers of the answer."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     all_headers = {**HEADERS, **headers, "etag": etag}
@@ -80,7 +80,7 @@ def wants_page(headers: Headers) -> bool:
 
 
 def is_file_of_page(scope: Scope) -> bool:
-    """Whether a request is for a page or a file of a page, which need no API key."""
+    """Whether a request is for a page or a file of a page. Such requests need no API key."""
     if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
         return False
     path = str(scope["path"])

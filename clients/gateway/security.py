@@ -85,9 +85,9 @@ class OriginCheck:
     """Refuses requests that a browser sends for pages of other sites.
 
     A browser sends the page's origin in ``Origin``. Pages of this gateway and of the ``allowed``
-    origins (``*``: all) may send requests. Without API keys (``any_host`` is False), ``Host`` must
-    be a loopback name, so that a site cannot reach this gateway through the site's own DNS entry
-    (DNS rebinding).
+    origins (``*``: all) may send requests. If there are no API keys (``any_host`` is False),
+    ``Host`` must be a loopback name. So a site cannot reach this gateway by a DNS entry of the site
+    that names this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], any_host: bool) -> None:

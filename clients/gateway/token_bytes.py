@@ -11,9 +11,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """The byte for each letter of GPT-2's alphabet, in which tokenizers write bytes as text. A
-    printable byte is represented by its own character, and each other byte by a letter from U+0100
-    on."""
+    """The byte for each letter of GPT-2's alphabet. Tokenizers write bytes as text in this
+    alphabet. The letter of a printable byte is its own character. The letters of the other bytes
+    begin at U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printed}
     others = [byte for byte in range(256) if byte not in set(printed)]

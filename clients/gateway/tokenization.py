@@ -1,11 +1,11 @@
 """Tokenizes short texts in the event loop, and long texts on threads. Users take turns.
 
-The event loop tokenizes at most one short text in each pass. Otherwise a hundred requests with many
-texts each would block every pass for a tenth of a second.
+The event loop tokenizes at most one short text in each pass. Without this bound, a hundred requests
+with many texts each would block every pass for a tenth of a second.
 
-There are two lanes for long texts, each of which tokenizes one text at a time. A text of a few
-kilobytes and a text of several megabytes use different lanes, so the first does not wait for the
-second. Long conversations are prepared in a lane of their own.
+A *lane* runs one piece of work at a time. Long texts have two lanes: one for texts of a few
+kilobytes, and one for texts of several megabytes. So a text of a few kilobytes does not wait for a
+much longer text. Long conversations are prepared in a third lane.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
-from .turns import Turns, current_user
+from .loop_time import LoopTime
+from .turns import Turns, current_user, on_thread
 
 T = TypeVar("T")
 
 MAX_LOOP_ITEMS = 64
 """Maximum number of messages of a conversation that the event loop prepares. A longer conversation
 is prepared on a thread."""
+MAX_PREPARE_S = 0.002
+"""Maximum time in one pass of the event loop for preparing conversations and schemas, in seconds.
+A request may have hundreds of schemas."""
 
 
 def num_items(*lists: Iterable[Any] | None) -> int:
     """Number of a request's messages or tools, and of the parts and calls of the messages. The time
-    to translate the request to a conversation depends on this number. Counting stops when there are
-    more than ``MAX_LOOP_ITEMS``."""
+    to translate the request to a conversation depends on this number. Counting stops above
+    ``MAX_LOOP_ITEMS``."""
     count = 0
     for one in (item for items in lists for item in items or ()):
         fields = (getattr(one, name, None) for name in ("content", "tool_calls"))
@@ -44,10 +48,11 @@ class Tokenization:
         self._lanes = (Turns(), Turns())
         self._short = Turns()
         self._conversations = Turns()
+        self._preparing = LoopTime(MAX_PREPARE_S)
 
     async def run_short(self, work: Callable[[], T]) -> T:
         """Runs ``work`` for a short text in the event loop, in the current user's turn; returns its
-        result. Other requests are served before."""
+        result. Before ``work`` runs, the event loop serves other requests."""
         async with self._short.of(current_user.get()):
             await asyncio.sleep(0)
             return work()
@@ -55,44 +60,12 @@ class Tokenization:
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the
         number of characters that ``work`` encodes, or of tokens that it decodes."""
-        return await self._on_thread(self._lanes[size > SEGMENT_CHARS], work)
+        return await on_thread(self._lanes[size > SEGMENT_CHARS], work)
 
     async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the items of a conversation, and returns its result. If there are more
-        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn, and
-        does not wait for tokenizations."""
+        """Runs ``work`` on the items of a conversation or a schema, and returns its result. If
+        there are more than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current
+        user's turn, and does not wait for tokenizations."""
         if num_items <= MAX_LOOP_ITEMS:
-            return work()
-        return await self._on_thread(self._conversations, work)
-
-    async def _on_thread(self, turns: Turns, work: Callable[[], T]) -> T:
-        """Runs ``work`` on a thread in the current user's turn; returns its result.
-
-        If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
-        and occupies its lane until it is done. So a lane never uses more than one thread, even if a
-        client disconnects and sends its request again.
-        """
-        user = current_user.get()
-        begun = False
-
-        async def in_turn() -> T:
-            nonlocal begun
-            async with turns.of(user):
-                begun = True
-                return await asyncio.to_thread(work)
-
-        asked = asyncio.create_task(in_turn())
-        asked.add_done_callback(_retrieve)
-        try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            if not begun:
-                asked.cancel()
-            raise
-
-
-def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """Retrieves the task's exception. After the client has disconnected, no other code awaits the
-    task, and asyncio would log "Task exception was never retrieved"."""
-    if not asked.cancelled():
-        asked.exception()
+            return await self._preparing.run(work)
+        return await on_thread(self._conversations, work)

@@ -101,8 +101,8 @@ class Traffic:
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", request.id)
                 if gateway.draining:
-                    # After this header, the client opens a new connection for its next request,
-                    # which reaches another process.
+                    # Because of this header, the client opens a new connection for its next
+                    # request. The new connection reaches another process.
                     headers["connection"] = "close"
             elif len(message.get("body", b"")) > PART_BYTES:
                 message = await _sent_in_parts(message, send)
@@ -140,10 +140,10 @@ class Traffic:
 
 
 async def _sent_in_parts(message: Message, send: Send) -> Message:
-    """Sends a long body in parts, and returns the empty message after it.
+    """Sends a long body in parts. Returns an empty message, which the caller sends after the body.
 
-    With the empty message, the request ends only when the client has read most of the body. Until
-    then, the body counts towards the share of its user.
+    Because of the empty message, the request ends only when the client has read most of the body.
+    Until then, the body counts towards the user's share.
     """
     body = message["body"]
     for at in range(0, len(body), PART_BYTES):
@@ -176,8 +176,8 @@ class _Request:
         self._ids = self.id, f"{context.trace_id:032x}" if context else ""
 
     def _started(self, headers: Headers) -> Span | None:
-        """A new span for the request; None if this process does not export spans, or for a
-        probe."""
+        """A new span for the request. None if this process does not export spans, or if the request
+        is a probe."""
         exporter = tracing.active()
         if exporter is None or self._probe:
             return None
@@ -233,7 +233,7 @@ class _Request:
 
 def route_path(scope: Scope) -> str:
     """The path of a request's route, such as ``/v1/models/{model}``. Metrics have this path as a
-    label, because a label with the requests' own paths would make too many series."""
+    label. With the requests' own paths as labels, there would be too many series."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

@@ -1,13 +1,14 @@
-"""A lock that users take in turns. A user with many requests delays another user by one turn at
-most."""
+"""A lock that users take in turns. If a user has many requests, another user waits for at most one
+of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from ...protocol.keys import OwnKey
 
@@ -17,6 +18,8 @@ current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
 current_tenant: ContextVar[OwnKey | None] = ContextVar("tokenbus_tenant", default=None)
 """The CURVE key with which the current task's request is sent to the broker. None stands for the
 gateway's own key."""
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -63,3 +66,36 @@ class Turns:
             turn.set_result(None)
             return
         self._taken = False
+
+
+async def on_thread(turns: Turns, work: Callable[[], T]) -> T:
+    """Runs ``work`` on a thread in the current user's turn; returns its result.
+
+    If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped, and
+    keeps the turn until it is done. So a lock never uses more than one thread, even if a client
+    disconnects and sends its request again.
+    """
+    user = current_user.get()
+    begun = False
+
+    async def in_turn() -> T:
+        nonlocal begun
+        async with turns.of(user):
+            begun = True
+            return await asyncio.to_thread(work)
+
+    asked = asyncio.create_task(in_turn())
+    asked.add_done_callback(_retrieve)
+    try:
+        return await asyncio.shield(asked)
+    except asyncio.CancelledError:
+        if not begun:
+            asked.cancel()
+        raise
+
+
+def _retrieve(asked: asyncio.Task[Any]) -> None:
+    """Retrieves the task's exception. After the client has disconnected, no other code awaits the
+    task, and asyncio would log "Task exception was never retrieved"."""
+    if not asked.cancelled():
+        asked.exception()

@@ -3,10 +3,11 @@
 The HTTP requests of a tenant share a session at the broker, except requests with an idempotency
 key. Each WebSocket has its own session.
 
-A user is identified by the name of the API key, or by the address if the request has no key. All
-users share a maximum number of streams and a maximum amount of memory for bodies. A user with too
-many open requests receives a 429, while other users are served. If the maximum number of streams is
-reached, each request for a further stream receives a 503.
+The user of a request is identified by the name of its API key. If the request has no key, the user
+is identified by the client's address. All users share a maximum number of streams and a maximum
+amount of memory for bodies. If a user has too many open requests, this user receives a 429, and
+other users are served. If the maximum number of streams is reached, each request for a further
+stream receives a 503.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
 from ..calls import Call
 from ..recording import Recorder
 from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
+from .connections.memory import ByteShares, Held
 from .errors import UserLimitError
 from .idempotency import NamedClient, current_named
 from .open_programs import OpenPrograms
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Maximum number of bytes that the bodies of all requests, the vectors of their answers, and the
-large messages of WebSockets occupy in one gateway process."""
+"""Maximum number of bytes of a gateway process for three purposes together: the bodies of requests,
+the vectors of answers, and the large messages of WebSockets."""
 
 MAX_NAME = 256
 """Maximum number of characters of a user's name at the broker."""
@@ -48,9 +50,18 @@ class _User:
     """The open requests of a user."""
 
     streams: int = 0
-    body_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     """The rate at which the user's streams end."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """The counts of one request."""
+
+    streams: list[str] = field(default_factory=list)
+    """The user of each counted stream."""
+    bytes: dict[str, Held] = field(default_factory=dict)
+    """The counted bytes by user. The user changes when the API key has been checked."""
 
 
 class UserShares:
@@ -66,54 +77,68 @@ class UserShares:
         self.leaving = False
         """Whether the process is about to end. If so, streams with an idempotency key continue at
         the broker for the successor. ``server.py`` sets this flag."""
+        self.memory = ByteShares(
+            max_body_bytes,
+            "the bodies, messages and vectors of your open requests",
+            lambda: self._pace.retry_after_s(time.monotonic()),
+        )
+        """The bytes of bodies, answers, messages, and connections whose user is known."""
         self._max_streams = max_streams
-        self._max_bytes = max_body_bytes
         self._streams = 0
-        self._body_bytes = 0
         self._pace = Pace()
         self._users: dict[str, _User] = {}
         """The users with open requests."""
-        self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """All counts for the current task's request. Each count is a user, a number of streams and
-        a number of bytes."""
+        self._request: ContextVar[_Request | None] = ContextVar("request", default=None)
+        """The counts of the current task's request."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """Wraps a request. At the end of the block, the request's streams and bytes no longer count
         towards its user's share."""
-        held: list[tuple[str, int, int]] = []
-        token = self._held.set(held)
+        request = _Request()
+        token = self._request.set(request)
         try:
             yield
         finally:
-            self._held.reset(token)
-            for name, streams, size in held:
-                self._give_back(name, streams, size)
+            self._request.reset(token)
+            for name in request.streams:
+                self.give_back_of_socket(name, 1)
+            for held in request.bytes.values():
+                held.resize(0)
 
     def take_stream(self) -> None:
         """Counts a stream that a request is about to begin; raises UnavailableError."""
         name = current_user.get()
         user = self._fitting(name)
-        self._take(name, user, 1, 0)
+        request = self._request.get()
+        if request is not None:
+            request.streams.append(name)
+            self._count(name, user)
 
     def give_back_stream(self) -> None:
         """Stops counting one stream of the current request. Called when a stream has ended before
         its request. Has no effect if no stream of the request is counted."""
-        held = self._held.get() or []
-        taken = next((share for share in reversed(held) if share[1]), None)
-        if taken is not None:
-            held.remove(taken)
-            self._give_back(*taken)
+        request = self._request.get()
+        if request is not None and request.streams:
+            self.give_back_of_socket(request.streams.pop(), 1)
 
     def take_of_socket(self, name: str) -> None:
         """Counts a request that a WebSocket of the user ``name`` is about to send; raises
         UnavailableError."""
-        self._count(name, self._fitting(name), 1, 0)
+        self._count(name, self._fitting(name))
 
     def give_back_of_socket(self, name: str, count: int) -> None:
         """Stops counting ``count`` ended requests of a WebSocket of the user ``name``."""
-        if count:
-            self._give_back(name, count, 0)
+        if not count:
+            return
+        user = self._users[name]
+        user.streams -= count
+        self._streams -= count
+        now = time.monotonic()
+        user.pace.note(now)
+        self._pace.note(now)
+        if not user.streams:
+            del self._users[name]
 
     def _fitting(self, name: str) -> _User:
         """The counts of the user ``name``. Raises UnavailableError if the user may not begin
@@ -138,64 +163,16 @@ class UserShares:
     def take_bytes(self, size: int) -> None:
         """Counts ``size`` bytes of a request's body or answer until the request ends; raises
         UnavailableError."""
-        if not size:
-            # The last part of a body may be empty.
-            return
-        name = current_user.get()
-        self._take(name, self._fitting_bytes(name, size), 0, size)
+        request = self._request.get()
+        if request is not None:
+            user = current_user.get()
+            held = request.bytes.setdefault(user, Held(self.memory, user))
+            held.resize(held.size + size)
 
-    def take_bytes_of_socket(self, name: str, size: int) -> None:
-        """Counts ``size`` more bytes of the messages of a WebSocket of the user ``name``; raises
-        UnavailableError."""
-        self._count(name, self._fitting_bytes(name, size), 0, size)
-
-    def give_back_bytes_of_socket(self, name: str, size: int) -> None:
-        """Stops counting ``size`` bytes of the messages of a WebSocket of the user ``name``."""
-        if size:
-            self._give_back(name, 0, size)
-
-    def _fitting_bytes(self, name: str, size: int) -> _User:
-        """The counts of the user ``name``. Raises UnavailableError if ``size`` more bytes do not
-        fit."""
-        user = self._users.get(name) or _User()
-        if fits_share(user.body_bytes, self._body_bytes, self._max_bytes, size):
-            return user
-        own, total = user.body_bytes + size, self._body_bytes + size
-        kind = UserLimitError if user.body_bytes else UnavailableError
-        raise kind(
-            Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
-            f"the bodies, messages and vectors of your open requests would have {own} bytes, and "
-            f"those of all users {total} of at most {self._max_bytes}; try again later, or send "
-            "less",
-            retry_after_s=self._pace.retry_after_s(time.monotonic()),
-        )
-
-    def _take(self, name: str, user: _User, streams: int, size: int) -> None:
-        held = self._held.get()
-        if held is None:
-            return
-        held.append((name, streams, size))
-        self._count(name, user, streams, size)
-
-    def _count(self, name: str, user: _User, streams: int, size: int) -> None:
+    def _count(self, name: str, user: _User) -> None:
         self._users[name] = user
-        user.streams += streams
-        user.body_bytes += size
-        self._streams += streams
-        self._body_bytes += size
-
-    def _give_back(self, name: str, streams: int, size: int) -> None:
-        user = self._users[name]
-        user.streams -= streams
-        user.body_bytes -= size
-        self._streams -= streams
-        self._body_bytes -= size
-        if streams:
-            now = time.monotonic()
-            user.pace.note(now)
-            self._pace.note(now)
-        if not (user.streams or user.body_bytes):
-            del self._users[name]
+        user.streams += 1
+        self._streams += 1
 
 
 class SharedClient(AsyncClient):
@@ -210,8 +187,8 @@ class SharedClient(AsyncClient):
         self._shares = shares
         self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
-        """Whether the client has a tenant's CURVE key. If so, the broker checks the priorities of
-        requests by this key; otherwise this class checks them."""
+        """Whether the client has a tenant's CURVE key. If it does, the broker checks the priorities
+        of requests by this key. If it does not, this class checks them."""
 
     def generate(
         self,
@@ -221,7 +198,8 @@ class SharedClient(AsyncClient):
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Begins a stream, as ``AsyncClient.generate``. Raises UnavailableError if the user's share
-        is used up, and RequestError if a client without a tenant's key raises the priority."""
+        is used up. Raises RequestError if the request raises the priority, and the client has no
+        tenant's key."""
         if not self._ranks:
             check_priority(options.get("priority", 0))
         self._shares.take_stream()

@@ -231,8 +231,8 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Range(argparse.Action):
-    """The action of a flag with a number or a range as its value. The value ``N`` or ``N..M`` sets
-    the setting in ``dest`` to ``N``; a range also sets the setting ``max_DEST`` to ``M``."""
+    """The action of a flag whose value is a number ``N`` or a range ``N..M``. Both set the setting
+    ``DEST`` to ``N``. A range also sets the setting ``max_DEST`` to ``M``."""
 
     def __call__(
         self,
@@ -402,8 +402,8 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _port_dir(port: int) -> str:
-    """The run directory of a system that serve-model starts: the default run directory for the
-    default port, otherwise a separate run directory for each port."""
+    """The run directory of a system that serve-model starts. The system at the default port has the
+    default run directory. For each other port, there is a separate run directory."""
     name = f"tokenbus-{os.getuid()}" + (f"-{port}" if port != DEFAULT_PORT else "")
     return str(Path(tempfile.gettempdir()) / name)
 

@@ -14,12 +14,12 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged ``supervisord.conf``. In a checkout, it is a link to the file at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory as the packaged file names it. ``configuration`` replaces this text by
-``%(here)s``, because ``Supervisor.start`` writes the derived file into the run directory."""
+"""The name of the run directory in the packaged file. ``Supervisor.start`` writes the derived file
+into the run directory itself, so ``configuration`` replaces this text by ``%(here)s``."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
-"""Time in seconds, in addition to ``drain_s``, after which a stopping process is killed."""
+"""A stopping process is killed after ``drain_s`` plus this number of seconds."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
@@ -66,8 +66,8 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # The process ends after its workers, which may need as long as local workers (``drains``).
-        # The margin is the time that the process itself needs.
+        # The process ends after its workers. These may need as long as local workers (``drains``).
+        # The process itself needs the margin.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

@@ -23,8 +23,7 @@ def end_system(settings: Settings) -> int:
 
     If supervisord does not answer at its socket, this function ends it with signals. If supervisord
     has already ended, this function ends the remaining processes with signals. Raises SystemFault
-    if no system runs, or if the system does not stop in time. The time is ``drain_s`` in the
-    settings of that system, plus a margin.
+    if no system runs, or if the system does not stop within its own ``drain_s`` plus a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -52,8 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # supervisord does not stop a gateway that was replaced and still finishes its
-            # streams. This gateway can be ended, because the broker has ended.
+            # A gateway that was replaced may still finish its streams. supervisord does not stop
+            # such a gateway. It can be ended now, because the broker has ended.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -61,8 +60,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Stops the system with signals, for a supervisord that does not accept commands. The effect is
-    the same as that of ``Control.shutdown``."""
+    """Stops a system whose supervisord does not accept commands, with signals. The effect is the
+    same as that of ``Control.shutdown``."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

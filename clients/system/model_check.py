@@ -18,8 +18,8 @@ PATH_STARTS = ("/", "./", "../", "~")
 
 
 def check_model(settings: Settings) -> None:
-    """Raises SystemFault if a worker could not load the model or the draft model. Names on a hub
-    are looked up only in the cache of this machine."""
+    """Raises SystemFault if a worker could not load the model or the draft model. A name on a hub
+    is looked up only in the cache of this machine."""
     if settings.quantize != "none":
         _check_quantize(settings)
     if settings.lora:

@@ -21,8 +21,8 @@ def alive(pid: int) -> bool:
 
 
 def started_by(run_dir: RunDir) -> list[int]:
-    """Ids of the running processes that the supervisord of this run directory started, and of their
-    descendants.
+    """The ids of the running processes of a run directory: the processes that its supervisord has
+    started, and their descendants.
 
     Each of these processes has supervisord's address in its environment. Without ``/proc``, the
     list is empty.
@@ -41,11 +41,11 @@ def started_by(run_dir: RunDir) -> list[int]:
 
 
 def supervisor_of(run_dir: RunDir) -> int | None:
-    """The process id of the supervisord of this run directory, even if supervisord's socket was
-    deleted; None if supervisord does not run. Needs ``/proc``.
+    """The process id of the supervisord of this run directory; None if it does not run.
+    supervisord's socket may have been deleted. Needs ``/proc``.
 
-    supervisord is found as the parent of the processes that it started, or by its arguments, which
-    contain the configuration file of the run directory.
+    This function looks for the parent of the processes that supervisord has started. It also looks
+    for a process whose arguments contain the configuration file of the run directory.
     """
     started = started_by(run_dir)
     candidates = {parent for pid in started if (parent := _parent(pid)) not in (0, *started)}

@@ -16,31 +16,31 @@ from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""Maximum time for the start of a worker's successor, in seconds, not counting the time in which
-the replaced process ends. The successor may load a model."""
+"""Maximum time from the end of a replaced worker until its successor is ready, in seconds. The
+successor may load a model."""
 OTHERS_READY_S = 120.0
-"""Maximum time for the start of a broker's or a gateway's successor, in seconds, not counting the
-time in which the replaced process ends."""
+"""Maximum time from the end of a replaced broker or gateway until its successor is ready, in
+seconds."""
 ANSWER_S = 10.0
 """Maximum time until the broker answers, in seconds. Without an answer, no process is replaced."""
 LOOK_EVERY_S = 0.1
 GROUPS = ("broker", "state-worker", "controller-worker", "gpu-worker", "tool-worker", "gateway")
 """The groups of processes in the order of their replacement. Processes of other groups follow."""
 LINGERS = "--lingers"
-"""The command-line flag with which a gateway handles SIGUSR2: the gateway finishes its streams
-while its successor serves."""
+"""A gateway with this command-line flag handles SIGUSR2: it finishes its streams while its
+successor serves."""
 
 
 def roll(settings: Settings) -> int:
     """Replaces the processes of the system in the run directory of these settings; returns the exit
     code.
 
-    Another worker of the same kind continues the streams of a worker; if there is only one worker,
-    its successor continues them. The broker's successor adopts the streams that workers report. A
-    gateway finishes its streams while its successor accepts new requests.
+    Another worker of the same kind continues the streams of a replaced worker. If there is only one
+    worker of its kind, its successor continues them. The broker's successor adopts the streams that
+    workers report. A gateway finishes its streams while its successor accepts new requests.
 
-    The settings with which the system was started stay valid. Raises SystemFault if no system runs,
-    if its broker does not answer, or if a process does not end or start again in time.
+    The new processes have the settings with which the system was started. Raises SystemFault if no
+    system runs, if its broker does not answer, or if a process does not end or start again in time.
     """
     control = Control(RunDir.of(settings))
     processes = control.processes()
@@ -118,6 +118,6 @@ def _replace(control: Control, watcher: Watcher, process: ProcessState, settings
 
 
 def _lingers(pid: int) -> bool:
-    """Whether a process is a gateway that handles SIGUSR2. The signal would kill a gateway of an
-    older release."""
+    """Whether a process is a gateway that handles SIGUSR2. A gateway of an older release does not:
+    the signal would kill it."""
     return LINGERS.encode() in arguments(pid)

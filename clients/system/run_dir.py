@@ -1,4 +1,4 @@
-"""The run directory of a system, which has the system's sockets and logs, and the configuration
+"""The run directory of a system. It contains the system's sockets and logs, and the configuration
 of supervisord."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RunDir:
 
         Raises SystemFault if the folder cannot be created, or if the path contains ``%`` or is too
         long for a socket in the folder. Also raises SystemFault if the folder belongs to another
-        user, or if other users have access to it, because such users could control the system.
+        user, or if other users have access to it. Such users could control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))

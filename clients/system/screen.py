@@ -1,4 +1,4 @@
-"""Displays a running system as a live table on a terminal, otherwise as lines."""
+"""Displays a running system: on a terminal as a live table, in a file or a pipe as lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Screen(Protocol):
 
 
 def screen_for(address: str) -> Screen:
-    """The live table if standard output is a terminal, otherwise the screen with lines."""
+    """If standard output is a terminal, the live table. If it is not, the screen with lines."""
     console = Console(highlight=False)
     return LiveScreen(console, address) if console.is_terminal else PlainScreen()
 

@@ -12,8 +12,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts the stop signals (Ctrl-C, SIGTERM, SIGHUP) that arrive in its ``with`` block. There,
-    these signals neither raise an exception nor end the process.
+    """Counts the stop signals (Ctrl-C, SIGTERM, SIGHUP) that arrive in its ``with`` block. In this
+    block, they neither raise an exception nor end the process.
 
     The handler only writes to a pipe, so that it may interrupt any code. Only the main thread may
     use this class.

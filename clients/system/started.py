@@ -46,8 +46,8 @@ def is_started(front: str) -> bool:
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    """The settings, in which the paths that a client needs are absolute. Relative paths are
-    resolved against ``folder``."""
+    """Makes the paths in the settings absolute that a client needs. A relative path is relative to
+    ``folder``."""
     fronts = [
         IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
         for front in separate(settings.front)

@@ -36,8 +36,9 @@ ANSWER_S = 10.0
 """Maximum time until a running supervisord answers a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \((?:exit status (\d+)|terminated by ([^;]+));")
 """Matches a line about the end of a process in supervisord's log. The log is read because
-supervisord's XML-RPC interface does not report the exit code of a process that exits within
-``startsecs``, nor the signal that killed a process."""
+supervisord's XML-RPC interface does not report everything. It does not report the signal that
+killed a process. It also does not report the exit code of a process that exits within
+``startsecs``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ProcessState:
     @property
     def failed(self) -> bool:
         """Whether supervisord has given up the process after several early exits. A process in the
-        state EXITED has not failed, because supervisord restarts it, unless its exit code is 2.
+        state EXITED does not count: supervisord restarts it, unless its exit code is 2.
         """
         return self.state == "FATAL"
 
@@ -80,8 +81,8 @@ class Exit(NamedTuple):
 
 
 class _UnixConnection(HTTPConnection):
-    """An HTTP connection to a Unix socket. The connection raises TimeoutError if supervisord does
-    not answer within ``ANSWER_S``, for example because supervisord is suspended."""
+    """An HTTP connection to a Unix socket. If supervisord does not answer within ``ANSWER_S``, the
+    connection raises TimeoutError. For example, supervisord is suspended."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=ANSWER_S)
@@ -95,8 +96,8 @@ class _UnixConnection(HTTPConnection):
 
 
 class Control:
-    """Sends commands to the supervisord of a run directory over its Unix socket. Any process may
-    have started this supervisord."""
+    """Sends commands to the supervisord of a run directory over its Unix socket. Another process
+    may have started this supervisord."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -119,8 +120,8 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies the brokers, and the process that manages workers in a Ray cluster, that the
-        system ends. They then do not wait for successors of the processes that end."""
+        """Notifies the brokers that the system ends, and also the process that manages workers in a
+        Ray cluster. They then do not wait for successors of the ended processes."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
@@ -209,23 +210,23 @@ class Supervisor:
         return {**os.environ, **environment(settings)}
 
     def restore_folders(self) -> None:
-        """Creates the run directory and its ``log/`` again if they were deleted, because a
-        restarted process needs them. Errors are ignored, because the running processes do not need
-        the folders."""
+        """If the run directory or its ``log/`` was deleted, creates it again, because a restarted
+        process needs it. Errors are ignored, because the running processes do not need the
+        folders."""
         if not self.run_dir.logs.is_dir():
             with suppress(SystemFault):
                 self.run_dir.make()
 
     def exit_code(self) -> int | None:
-        """The exit code of supervisord; None while supervisord runs; 0 before ``start``. If a
-        signal has killed supervisord, the negative number of the signal."""
+        """The exit code of supervisord. None while supervisord runs; 0 before ``start``. If a
+        signal has killed supervisord, the result is the negative number of the signal."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
         """The exits that supervisord has logged since the last call, or since ``start``."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
-                # A shorter file is a new one: supervisord rotates its log.
+                # If the file is shorter than before, supervisord has begun a new log file.
                 self._read *= os.fstat(log.fileno()).st_size >= self._read
                 log.seek(self._read)
                 added = log.read().rpartition(b"\n")[0]
@@ -249,15 +250,16 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # ``end_leftovers`` does not find a process that was just forked, because such a process
-            # does not have the environment of its program yet.
+            # ``end_leftovers`` finds processes by their environment. A process that was just forked
+            # does not have this environment yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 
 
 def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
-    """Ends the processes of a supervisord that has ended. Sends SIGTERM, and SIGKILL after
-    ``grace_s`` seconds; with 0, only SIGKILL. Returns the ids of the processes."""
+    """Ends the processes of a supervisord that has ended. Sends SIGTERM first, and SIGKILL after
+    ``grace_s`` seconds. If ``grace_s`` is 0, sends only SIGKILL. Returns the ids of the
+    processes."""
     pids = started_by(run_dir)
     if pids and grace_s:
         send(pids, signal.SIGTERM)

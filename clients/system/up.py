@@ -32,9 +32,9 @@ Lines = Sequence[str]
 def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
     """Runs a system with these settings until it is stopped; returns the exit code.
 
-    ``first`` has the lines that are printed at the start. When all processes are ready, the lines
-    that ``when_ready`` returns are printed. Raises SystemFault if a setting is not valid. Raises
-    SystemFault after all processes have ended, if the system cannot start or if a process fails.
+    The lines ``first`` are printed at the start. When all processes are ready, the lines that
+    ``when_ready`` returns are printed. Raises SystemFault if a setting is not valid. If the system
+    cannot start, or if a process fails, ends all processes and raises SystemFault.
     """
     supervisor = Supervisor(settings)
     supervisor.check_run_dir()
@@ -200,9 +200,8 @@ def _check_loopback(setting: str, address: str, host: str) -> None:
 
 
 def _check_path(path: str) -> None:
-    """Raises SystemFault if a process listens on the Unix socket ``path``, or if a connection to
-    ``path`` fails for any reason except a missing listener. ZeroMQ would replace such a socket
-    without an error."""
+    """Raises SystemFault if a process listens on the Unix socket ``path``, because ZeroMQ would
+    replace the socket without an error. Also raises SystemFault if this cannot be checked."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
@@ -223,7 +222,7 @@ def _watch(
     when_ready: Callable[[Client], Lines],
 ) -> SystemFault | None:
     """Displays the system until a stop signal arrives, a process fails or supervisord ends. Returns
-    the fault, or None after a stop signal or if supervisord ended with exit code 0."""
+    the fault. Returns None after a stop signal, and if supervisord ended with exit code 0."""
     announced = False
     while not signals.count(wait_s=LOOK_EVERY_S):
         code = supervisor.exit_code()
@@ -251,11 +250,11 @@ def _fault(
 ) -> SystemFault | None:
     """The fault that prevents the system from continuing, or None.
 
-    Until all processes have been ready once (``was_ready``), any exit of a process is a fault.
-    Later, only an exit with code 2 is a fault, because supervisord restarts processes with other
-    codes. The end of a process by a signal is not a fault. A process that supervisord has given up
-    is always a fault. A tool worker causes a fault only if it exits before all processes have been
-    ready.
+    ``was_ready``: whether all processes have been ready at the same time. Before that, each exit of
+    a process is a fault. After that, only an exit with code 2 is a fault, because supervisord
+    restarts processes with other codes. If a signal killed a process, this is not a fault. If
+    supervisord has given up a process, this is always a fault. But a tool worker causes a fault
+    only if it exits before all processes have been ready.
     """
     for exited in exits:
         name, code = exited.name, exited.code

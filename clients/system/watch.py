@@ -80,8 +80,8 @@ class Watcher:
         self._registered: set[int] = set()
         """The process ids of all workers that the broker's status has ever listed."""
         self.ending = False
-        """Whether the system is stopping. The owner of this object sets this flag. The load is then
-        ``ending``, even if the broker does not answer."""
+        """Whether the system is stopping. The owner of this object sets this flag. ``Picture.load``
+        is then ``ending``, even if the broker does not answer."""
 
     def look(self) -> Picture:
         """The current picture of the system.
@@ -98,8 +98,8 @@ class Watcher:
 
     def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
         """The load of the system, or its phase, such as ``starting``."""
-        # If another process stops supervisord, supervisord does not answer, and ``processes`` is
-        # empty.
+        # ``processes`` is empty if supervisord does not answer, because another process has stopped
+        # it.
         if self.ending or not processes:
             return "ending"
         if self._joins:
@@ -142,9 +142,9 @@ class Watcher:
         return Shown(process, serves, doing)
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
-        """Whether the broker in ``process`` answers, and has at least as many workers as
-        ``status`` has. ``status`` is the answer of any broker of the system. If the system has only
-        one broker, ``status`` is the answer of this broker, so the result is True."""
+        """Whether the broker in ``process`` answers, and has as many workers as ``status``, or
+        more. ``status``: the answer of one broker of the system. If the system has only one broker,
+        ``status`` is its own answer, so the result is True."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -215,8 +215,8 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
-    """Whether a process is a state worker that stands by, because another state worker is active on
-    this host."""
+    """Whether a process is a state worker that stands by: another state worker is active on this
+    host."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
 

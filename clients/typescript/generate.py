@@ -301,7 +301,7 @@ def _type(kind: Type) -> str:
 
 
 def _has_default(field: Field) -> bool:
-    """Whether the reader receives a default for an absent field. Otherwise the field remains
+    """Whether an absent field gets a default when a message is read. If not, the field remains
     absent."""
     return field.default is not NODEFAULT or field.default_factory is not NODEFAULT
 
@@ -312,7 +312,7 @@ def _default(field: Field) -> Any:
 
 
 def _default_text(field: Field) -> str:
-    """The sentence with the default of an optional field; empty if the default is obvious."""
+    """A sentence that gives the default of an optional field; empty if the default is obvious."""
     if not _has_default(field):
         return ""
     value = _default(field)
@@ -326,8 +326,8 @@ def _number(value: float) -> str:
 
 
 def _bounds(kind: Type) -> str:
-    """A sentence about the bounds of a number or of a length, or about the encoding of bytes; empty
-    if the type has neither."""
+    """A sentence about the bounds of a number or a length, or about the encoding of bytes. Empty if
+    the type has no bounds and is not bytes."""
     match kind:
         case IntType() | FloatType():
             bounds = (

@@ -13,7 +13,7 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Maximum number of transitions of an automaton that is minimised. Bytes with the same label
+"""An automaton with more transitions than this number is not minimised. Bytes with the same label
 (``Source.labels``) count as one transition. Minimising an automaton of this size takes about half a
 second."""
 
@@ -32,7 +32,7 @@ class Source(Protocol[State]):
     first: State
 
     def row(self, state: State) -> dict[int, State]:
-        """The next state by label, for the labels that can follow in this state."""
+        """For each label that can follow in this state: the next state."""
 
     def accepts(self, state: State) -> bool:
         """Whether the text may end in this state."""
@@ -41,11 +41,11 @@ class Source(Protocol[State]):
 def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | None:
     """The table of the combination; None if it matches no text.
 
-    An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
-    by a breadth-first search that follows the bytes in ascending order. So a combination and a
-    pattern that match the same texts have the same table. The states of the combination are added
-    to ``reached`` as they are found, so that the caller can find the part that is too large. Raises
-    Exhausted if a limit is exceeded.
+    An automaton of at most ``MAX_MINIMISED`` transitions is minimised. Its states are numbered by a
+    breadth-first search that follows the bytes in ascending order. So if a combination and a
+    pattern match the same texts, they have the same table. Each state of the combination is added
+    to ``reached`` when it is found. From ``reached``, the caller can find the part that is too
+    large. Raises Exhausted if a limit is exceeded.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

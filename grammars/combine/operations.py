@@ -13,21 +13,22 @@ from .places import END, Places, State, stride_of
 from .stops import Stopped
 
 MAX_STATES = 65_535
-"""Maximum number of states, including the dead state: the guest engine has 16 bits for a state."""
+"""Maximum number of states, including the dead state. The guest engine has 16 bits for a state."""
 MAX_STOP_BYTES = 1_024
 """Maximum number of bytes of a stop in UTF-8."""
 _LOOKED_AT = 200_000
-"""Maximum number of places that are examined to find the part that is too large."""
+"""Maximum number of places (``places.py``) that are examined to find the part that is too large."""
 
 
 def sequence(
     parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of texts that consist of one text of each part, in order.
+    """The automaton of a sequence of parts. It matches a text of the first part, followed by a text
+    of the second part, and so on.
 
-    ``max_states`` is the maximum number of states, before and after minimisation; ``max_seconds``
-    is the maximum CPU time of this thread. Raises CombinationError if ``parts`` is empty or a limit
-    is exceeded. For an exceeded limit, the message names the part with the most states in the
+    ``max_states``: the maximum number of states, before and after minimisation. ``max_seconds``:
+    the maximum CPU time of this thread. Raises CombinationError if ``parts`` is empty or a limit is
+    exceeded. If a limit is exceeded, the message names the part with the most states in the
     combination.
     """
     _some("sequence", parts)
@@ -45,8 +46,8 @@ def sequence(
 def alternation(
     parts: Sequence[Dfa], *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of the texts of any of the parts. Limits and errors are those of
-    ``sequence``."""
+    """The automaton that matches a text if at least one of the parts matches it. Limits and errors
+    are the same as for ``sequence``."""
     _some("alternation", parts)
     stride = stride_of(parts)
     first = {number * stride + part.start for number, part in enumerate(parts)}
@@ -65,9 +66,10 @@ def repetition(
     max_states: int = MAX_STATES,
     max_seconds: float = 5.0,
 ) -> Dfa:
-    """The automaton of texts that consist of ``least`` to ``most`` texts of a part.
+    """The automaton of a repeated part. It matches ``least`` to ``most`` texts of the part, one
+    after another.
 
-    If ``most`` is None, the number of texts has no upper bound. The limits are those of
+    If ``most`` is None, it matches ``least`` texts or more. The limits are the same as for
     ``sequence``. Raises CombinationError if a limit is exceeded, if ``least`` is negative, or if
     ``most`` is less than ``least``.
     """
@@ -82,8 +84,7 @@ def repetition(
         )
     if most == 0:
         return compile_regex("")
-    # If the part matches the empty text, any number of copies matches the empty text too, so the
-    # minimum is 0.
+    # If the part matches the empty text, so does any number of copies, and the minimum is 0.
     if _takes_nothing(part):
         least = 0
     copies = max(least, 1) if most is None else most
@@ -104,17 +105,17 @@ def repetition(
 def stop_at(
     part: Dfa | None, stop: str, *, max_states: int = MAX_STATES, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of the texts of a part that end with ``stop`` and do not contain an earlier
-    ``stop``.
+    """The automaton of texts that end with ``stop``, contain no other ``stop``, and match a part.
 
-    The stop belongs to the text, and the whole text must match the part. The stop must not occur
-    earlier in the text, not even overlapping the stop at the end. If ``part`` is None, any text may
+    The stop belongs to the text: the part must match the whole text, including the stop. An earlier
+    stop is not allowed even if it overlaps the stop at the end. If ``part`` is None, any text may
     precede the stop.
 
-    Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
-    has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if
-    no text of the part ends with its first stop, for example for ``.*`` and a newline. To let the
-    stop follow the part, use ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
+    Limits and errors are the same as for ``sequence``. Also raises CombinationError if the stop is
+    empty, has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate, and if the automaton
+    would not match any text. For example, the part ``.*`` and a newline as the stop raise it,
+    because no text of ``.*`` contains a newline. If the stop should follow the part, use
+    ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
     """
     try:
         data = stop.encode()
@@ -163,9 +164,9 @@ def _placed(
     budget: Budget,
     counted_to: int | None = None,
 ) -> Dfa:
-    """Builds the automaton of a combination, from the arguments of ``Places``. ``what`` describes
-    the combination in errors. Raises CombinationError if a limit is exceeded, or if the automaton
-    does not match any text."""
+    """Builds the automaton of a combination. The other arguments are those of ``Places``. ``what``
+    describes the combination in errors. Raises CombinationError if a limit is exceeded, or if the
+    automaton does not match any text."""
     reached: list[State] = []
     try:
         found = built(Places(copies, first, after, budget, counted_to), budget, reached)
@@ -177,8 +178,8 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """A text for the error about an exceeded limit. The text names the part that contributes most
-    to the number of states: the part whose places (``places.py``) form the most different sets."""
+    """A text for the error about an exceeded limit. It names the part that adds the most states,
+    which is the part whose places (``places.py``) form the most different sets."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):
@@ -194,7 +195,8 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # If no state exists yet, all counts are 0, and the part with the most states is named.
+    # If there are no states yet, all counts are 0, and the part that itself has the most states is
+    # named.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, which alone has {copies[worst].num_states:,} states, "

@@ -1,10 +1,10 @@
 """Computes the states of a sequence, an alternation or a repetition by a subset construction.
 
-A part that is repeated has several copies. A place is a state of the automaton of one copy. It is
-encoded as a number: the copy's number times ``stride``, plus the state. A state of the combination
-is a set of places: all places to which a text may lead. If a place in the set accepts, the set also
-has the start of each copy that may follow. The set also has ``END`` if the text may end at this
-place.
+Each part has at least one copy, and a repeated part has several. A *place* is a state of the
+automaton of one copy. It is encoded as a number: the copy's number times ``stride``, plus the
+state. A state of the combination is a set of places: all places to which a text may lead. If a
+place of the set accepts, the set also has the start of each copy that may follow. If the whole text
+may end there, the set has ``END``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ..regex.dfa import Dfa
 from .rows import Row, joint_labels, rows_of
 
 END = -1
-"""The member of a set of places that says that the whole text may end."""
+"""A member of a set of places. It means that the whole text may end."""
 
 State = frozenset[int]
 
 
 def stride_of(parts: Sequence[Dfa]) -> int:
-    """The difference between the places that have the same state in two neighbouring copies."""
+    """The difference between the numbers of two places that have the same state in neighbouring
+    copies."""
     return max(part.num_states for part in parts)
 
 
@@ -30,8 +31,9 @@ class Places:
     """The states of a combination: sets of places in copies of parts.
 
     ``copies``: the automaton of each copy, in order. ``first``: the places at the beginning of a
-    text. ``after[c]``: the places that are added to a set if copy c may end. ``counted_to``: in a
-    bounded repetition, the text may end after any of the copies from this number on (``_needed``).
+    text. ``after[c]``: the places that are added to a set if copy c may end. ``counted_to``: only
+    for a bounded repetition; the text may end after copy number ``counted_to`` and after each later
+    copy (``_needed``).
     """
 
     def __init__(
@@ -56,8 +58,8 @@ class Places:
         self._entries = 0
 
     def row(self, state: State) -> dict[int, State]:
-        """The next set of places by label, for the labels that can follow. Raises Exhausted if the
-        sets have too many places."""
+        """For each label that can follow: the next set of places. Raises Exhausted if the sets have
+        too many places."""
         stride = self.stride
         reached: dict[int, list[int]] = {}
         for place in state:
@@ -77,8 +79,8 @@ class Places:
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """The set of the given places. If one of the places accepts, its copy may end there, and
-        the set also has the places that may follow this copy."""
+        """The set of the given places. If one of them accepts, its copy may end there. The set then
+        also has the places that may follow this copy."""
         known = self._closures.get(places)
         if known is not None:
             return known
@@ -98,8 +100,8 @@ class Places:
         """Removes redundant places. If several copies from ``counted_to`` on are in the same state,
         only the place in the earliest copy is kept.
 
-        The other places are redundant: the text may end after any of these copies, and the earliest
-        copy leaves the most repetitions.
+        The other places are redundant, because the text may end after any of these copies, and
+        after the earliest copy the most further repetitions are possible.
         """
         ordered = sorted(places, reverse=True)
         bound = counted_to * self.stride

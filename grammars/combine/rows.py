@@ -1,4 +1,5 @@
-"""Rewrites the transitions of several automata with common labels for bytes."""
+"""Rewrites the transitions of several automata with labels of bytes that all these automata
+share."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MAX_TRANSITIONS = 1_000_000
-"""Maximum number of transitions of a part, and of a combination. Transitions are counted by label,
-not by byte. A million transitions take 150 MB."""
+"""Maximum number of transitions of a part, and of a combination. All bytes with the same label
+count as one transition. A million transitions take 150 MB."""
 
 Row = dict[int, int]
-"""The transitions of a state: the next state by label. Labels without a next state are missing."""
+"""The transitions of a state: a map from label to next state. Labels without a next state are
+missing."""
 
 
 def joint_labels(classes: Sequence[bytes]) -> bytes:
-    """A label for each byte. Two bytes have the same label if they have the same class in each
-    part.
+    """A label for each byte. Two bytes have the same label if, in each part, they have the same
+    class.
 
     Labels are numbered in the order of their lowest bytes.
     """

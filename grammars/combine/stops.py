@@ -1,5 +1,6 @@
-"""Builds the states of texts that must end with a stop. A state consists of the state of the part,
-and the length of the longest prefix of the stop with which the text ends.
+"""Builds the states of texts that must end with a stop. A state consists of two numbers: the state
+of the part, and the *matched length*. The matched length is the length of the longest prefix of the
+stop with which the text ends.
 
 The prefix is found with the automaton of D. Knuth, J. Morris and V. Pratt, Fast pattern matching in
 strings, SIAM Journal on Computing 6, 1977. Bytes are compared instead of characters. This is
@@ -13,12 +14,12 @@ from ..regex.dfa import Dfa
 from .rows import joint_labels, rows_of
 
 _STOPPED = -1
-"""The state after the stop, if the part accepts the text."""
+"""The state of a text that ends with the stop and that the part accepts."""
 
 
 class Stopped:
     """The states of a combination: pairs of a state of the part and a matched length of the stop. A
-    pair is one number: the state times the size of the stop, plus the length."""
+    pair is encoded as one number: the state times the size of the stop, plus the length."""
 
     def __init__(self, part: Dfa, stop: bytes, budget: Budget) -> None:
         letters = bytearray(256)
@@ -32,7 +33,7 @@ class Stopped:
         self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
 
     def row(self, state: int) -> dict[int, int]:
-        """The next state by label, for the labels that can follow; empty after the stop."""
+        """For each label that can follow: the next state. Empty after the stop."""
         if state == _STOPPED:
             return {}
         size = len(self.stop)
@@ -52,8 +53,8 @@ class Stopped:
 
 
 def _lengths(stop: list[int], labels: int, budget: Budget) -> list[list[int]]:
-    """A table ``[matched length][label]``: the matched length of the stop after one more byte, if
-    this byte has the label."""
+    """A table ``[matched length][label]``. An entry is the matched length after one more byte with
+    this label."""
     lengths: list[list[int]] = []
     border = 0
     for length, label in enumerate(stop):

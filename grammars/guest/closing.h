@@ -2,10 +2,11 @@
 //
 // Under a regular expression, the bytes are a shortest path from the current state to a match.
 // Under a grammar, the unfinished lexeme is completed first, and then the rules on the parser's
-// stack. A rest of a parser state is a list of terminals that completes one unfinished rule of this
-// state (grammars/yacc/closing.py). A search finds the cheapest rests that complete the whole
-// stack, and the shortest text of each of their terminals is appended. If such a text would
-// continue the lexeme before it, a text that SKIP matches (for example a space) separates them.
+// stack. A *rest* of a parser state is a list of terminals that completes one unfinished rule of
+// this state (grammars/yacc/closing.py). A search finds the cheapest rests that together complete
+// the whole stack. Then the shortest text of each terminal of these rests is appended. If such a
+// text would continue the lexeme before it, a text that SKIP matches (for example a space) is
+// inserted between the two.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -16,8 +17,8 @@ enum { MAX_CLOSING = 4096, MAX_PLACES = 1 << 18, FAR = 0xffffffff };
 static uint8_t closing[MAX_CLOSING];
 static uint32_t closing_bytes;
 
-// A search through the lexer. For each lexer state: the previous state on the shortest path to it,
-// and the class of the byte between the two.
+// For a search through the lexer. For each lexer state: the previous state on the shortest path to
+// this state, and the class of the byte between the two states.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
 // A node of the search over the stack. Each pair of a stack index and a nonterminal is a place.
@@ -43,8 +44,8 @@ static bool close_with(sequence *s, uint32_t class) {
 }
 
 // Adds the shortest text that leads from the lexer state `from` to a match of a terminal in
-// `wanted`, or of any terminal if `wanted` is 0. If `apart` is not 0, the text must not continue
-// the lexeme of the lexer state `apart`.
+// `wanted`. If `wanted` is 0, any terminal may match. If `apart` is not 0, the text must not
+// continue the lexeme of the lexer state `apart`.
 static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
     uint32_t head = 0, count = 0, found = 0;
     zero(way_seen, g.lexer_states);
@@ -94,9 +95,9 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Records the places to which the rests of `state` lead, except places to which a cheaper way is
-// known. `from` is the place from which `state` was reached, and `cost` is the cost of all rests up
-// to `from`. `top` is the number of states below `state` on the stack.
+// Records the places to which the rests of `state` lead. Skips a place if a way to it that is at
+// most as expensive is known. `from` is the place from which `state` was reached, and `cost` is the
+// cost of all rests up to `from`. `top` is the number of states below `state` on the stack.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];

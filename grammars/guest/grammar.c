@@ -1,7 +1,8 @@
 // The guest engine of grammars and regular expressions: it runs their tables over the token trie.
 //
-// One instance serves all sequences of a grammar and a vocabulary in a worker, so that the
-// sequences share its cache of masks. Each sequence has a slot with its lexer state and its stack.
+// A worker has one instance for each pair of a grammar and a vocabulary. The sequences of this
+// grammar share the instance's cache of masks. Each sequence has a slot with its lexer state and
+// its stack.
 #include "closing.h"
 
 // Arguments and results of the calls. The host writes `arg`, `count` and `eos` before a call.
@@ -94,8 +95,8 @@ EXPORT("grammar_end") uint32_t export_end(void) {
     return 1;
 }
 
-// Appends a token and returns true if the token can follow. In any case, `scratch_sequence` gets
-// the state of the sequence before the token.
+// Appends a token if it can follow; returns whether it can. Always copies the state of the sequence
+// before the token to `scratch_sequence`.
 static bool add_token(sequence *s, uint32_t token) {
     assign(&scratch_sequence, s);
     const uint32_t place = token < v.size ? v.offsets[token] : 0;
@@ -107,8 +108,8 @@ static bool add_token(sequence *s, uint32_t token) {
     return fits;
 }
 
-// Appends the tokens in the inbox up to the first token that cannot follow; returns the number of
-// appended tokens.
+// Appends the tokens in the inbox, and stops before a token that cannot follow. Returns the number
+// of appended tokens.
 EXPORT("grammar_append") uint32_t export_append(void) {
     sequence *s = at_place(block.arg);
     const uint32_t *tokens = (const uint32_t *)inbox;
@@ -117,8 +118,8 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// Whether the text is forced after `token`, which the sequence allows next: only one byte may
-// follow, and the text may not end.
+// `token`: a token that may follow the sequence. Returns whether the text after this token is
+// forced: only one byte may follow it, and the text may not end.
 static bool forced_after(const sequence *s, uint32_t token) {
     static sequence after;
     assign(&after, s);
@@ -129,9 +130,9 @@ static bool forced_after(const sequence *s, uint32_t token) {
     return !seen.complete && seen.only >= 0;
 }
 
-// Whether the mask `found` is the whole result of a sequence's round. If no token is allowed, or if
-// more than one token is forced, the host must run the round. If exactly one token is forced, the
-// mask is sufficient, because it allows only this token.
+// Whether the mask `found` is the whole result of a sequence's round. The host must run the round
+// if no token is allowed, or if several tokens are forced. If exactly one token is forced, the mask
+// is sufficient, because it allows only this token.
 static bool only_masks(const sequence *s, const result *found) {
     if (!(found->flags & MASK_ANY)) return false;
     if (!(found->flags & MASK_FORCED)) return true;
@@ -139,9 +140,10 @@ static bool only_masks(const sequence *s, const result *found) {
 }
 
 // Tries to run the rounds of `count` sequences without their host code. The inbox has pairs of a
-// sequence and its sampled token. The token is appended if it can follow, the next mask is in the
-// cache, and the mask is the whole result (`only_masks`). The mask's address then replaces the
-// token in the inbox. Otherwise 0 replaces the token, and the sequence is unchanged.
+// sequence and its sampled token. Three conditions must hold: the token can follow, the next mask
+// is in the cache, and the mask is the whole result (`only_masks`). If they hold, the token is
+// appended, and the mask's address replaces the token in the inbox. If they do not hold, the
+// sequence is unchanged, and 0 replaces the token.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {
@@ -174,8 +176,8 @@ EXPORT("grammar_complete") uint32_t export_complete(void) {
     return look(s, g.has_parser ? stand_on(s) : 0).complete;
 }
 
-// Writes the bytes that must follow, because no other text is possible, to `block.out`. Returns the
-// number of bytes.
+// Writes the forced bytes to `block.out`: the bytes that must follow, because no other text is
+// possible. Returns the number of bytes.
 EXPORT("grammar_forced") uint32_t export_forced(void) {
     assign(&scratch_sequence, at_place(block.arg));
     sequence *s = &scratch_sequence;
@@ -188,16 +190,16 @@ EXPORT("grammar_forced") uint32_t export_forced(void) {
     return forced_bytes;
 }
 
-// Writes few bytes that complete the text to `block.out`; returns their number, or -1 if such bytes
-// were not found.
+// Finds few bytes that complete the text, and writes them to `block.out`. Returns their number, or
+// -1 if such bytes were not found.
 EXPORT("grammar_closing") int32_t export_closing(void) {
     if (!close_text(at_place(block.arg))) return -1;
     copy(forced, closing, closing_bytes);
     return (int32_t)closing_bytes;
 }
 
-// Called after grammar_forced. Returns whether a token may begin with the forced bytes from index
-// `arg` on and have further bytes after them.
+// Called after grammar_forced. Returns whether a token that begins with the forced bytes from index
+// `arg` on, and has further bytes after them, may be allowed.
 EXPORT("grammar_overhang") uint32_t export_overhang(void) {
     uint32_t node = 0;
     for (uint32_t at = block.arg; at < forced_bytes; at++) {

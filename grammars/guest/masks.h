@@ -1,9 +1,9 @@
 // Token masks, which are computed once and then cached.
 //
-// Without a parser, a mask depends on the lexer state only. With a parser, a mask also depends on
-// the part of the stack that its computation read, from the top down. So the cache is a tree: the
-// first edge of a path is a lexer state, and the further edges are parser states from the top of
-// the stack down. A path ends where the computation stopped reading.
+// Without a parser, a mask depends only on the lexer state. With a parser, a mask also depends on
+// the top part of the stack, as far down as the computation of the mask has read. So the cache is a
+// tree: the first edge of a path is a lexer state, and the further edges are parser states, from
+// the top of the stack down. A path ends where the computation stopped reading.
 #ifndef GRAMMAR_MASKS_H
 #define GRAMMAR_MASKS_H
 
@@ -74,8 +74,8 @@ static void forget(void) {
 
 // --- one mask ------------------------------------------------------------------------------------
 
-// Adds the tokens of a spelling, and of all spellings that begin with it, to `work` if the parser
-// can accept them. `stack`: the stack after the terminals of the spelling.
+// Adds tokens to `work`, if the parser can accept them: the tokens of a spelling, and of all
+// spellings that begin with this spelling. `stack`: the stack after the terminals of the spelling.
 static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack, uint32_t level) {
     const spelling *node = from->tree + spelled;
     uint32_t *set = viable_sets + level * g.words;
@@ -100,8 +100,8 @@ static uint32_t ended(const sequence *s, uint32_t stack) {
     return terminal == SKIP ? stack : push(stack, terminal);
 }
 
-// `complete`: whether the text may end. `only`: the class of the next byte if only one byte may
-// follow, otherwise -1.
+// The possible continuations of a text. `complete`: whether the text may end. `only`: the class of
+// the next byte if only one byte may follow, and -1 if not.
 typedef struct outlook {
     bool complete;
     int32_t only;
@@ -162,7 +162,8 @@ static void add_walk(uint32_t lexer) {
 
 // --- the cache -----------------------------------------------------------------------------------
 
-// Stores the computed mask in the cache, where equal masks are stored once; 0 if the cache is full.
+// Stores the computed mask in the cache, and returns it; 0 if the cache is full. Equal masks are
+// stored only once.
 static const kept_mask *keep_work(void) {
     const uint32_t lanes_of = v.mask_words / 4;
     lanes mixed = {2166136261u, 0x9e3779b1u, 2654435761u, 40503u};
@@ -182,9 +183,10 @@ static const kept_mask *keep_work(void) {
     return mask;
 }
 
-// The flags of the mask in `work`, if only one byte may follow. If all allowed tokens are prefixes
-// of the longest one, the result contains MASK_FORCED. Otherwise the result is 0: two allowed
-// tokens differ after the forced bytes, so the model must choose one of them.
+// The flags of the mask in `work`, for a text after which only one byte may follow. If all allowed
+// tokens are prefixes of the longest allowed token, the flags contain MASK_FORCED. If not, the
+// flags are 0: two allowed tokens differ after the forced bytes, so the model must choose one of
+// them.
 static uint32_t forced_flags(uint32_t *single) {
     uint32_t longest = 0, count = 0;
     for (uint32_t pass = 0; pass < 2; pass++)
@@ -280,7 +282,7 @@ static const result *find_result(const sequence *s) {
     return found && hang(s, lowest, found) ? found : 0;
 }
 
-// The mask of a sequence and the mask's flags; 0 if the sequence's text is nested too deeply.
+// The mask of a sequence, with the mask's flags; 0 if the sequence's text is nested too deeply.
 static const result *mask_of(const sequence *s) {
     const result *found = known(s);
     if (found) return found;

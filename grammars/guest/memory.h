@@ -1,4 +1,5 @@
-// Memory of the grammar engine: permanent blocks, and an arena that is emptied as a whole.
+// Memory of the grammar engine: permanent blocks, and an arena. Blocks of the arena are never freed
+// one by one; the whole arena is emptied at once.
 #ifndef GRAMMAR_MEMORY_H
 #define GRAMMAR_MEMORY_H
 

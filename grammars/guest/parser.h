@@ -1,10 +1,10 @@
-// LR parsing on stacks: the stack of a sequence, and stacks that are built on it and share its
-// lower part.
+// LR parsing on stacks. Each sequence has its own stack. Other stacks are built on this stack, and
+// share its lower part.
 //
-// A stack is identified by its top: a number below DEEPEST is an index in the sequence's own stack,
-// a larger number is a node on top of another stack. `lowest` records the lowest index of the
-// sequence's own stack that was read. A result is therefore valid for every stack that has the same
-// states from this index up.
+// A stack is identified by its top. A number below DEEPEST is an index in the sequence's own stack.
+// A larger number is a node on top of another stack. `lowest` records the lowest index of the
+// sequence's own stack that was read. So a result is valid for every stack that has the same states
+// at this index and above.
 #ifndef GRAMMAR_PARSER_H
 #define GRAMMAR_PARSER_H
 
@@ -79,7 +79,8 @@ static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     return DEEPEST + to;
 }
 
-// The stack after a terminal; NO_STACK if the terminal cannot follow, or if all nodes are in use.
+// Pushes a terminal on a stack. Returns the new stack; NO_STACK if the terminal cannot follow, or
+// if all nodes are in use.
 static uint32_t push(uint32_t stack, uint32_t terminal) {
     const uint32_t before = stack_node_count;
     while (!out_of_nodes) {
@@ -92,8 +93,8 @@ static uint32_t push(uint32_t stack, uint32_t terminal) {
     return NO_STACK;
 }
 
-// Writes the set of terminals that can follow a stack to `out`. It includes the terminals that are
-// shifted only after reductions.
+// Writes the set of terminals that can follow a stack to `out`. The set includes terminals that can
+// be shifted only after reductions.
 static void viable(uint32_t stack, uint32_t *out) {
     const uint32_t words = g.words, before = stack_node_count;
     uint32_t state = state_of(stack);
@@ -127,8 +128,8 @@ static void viable(uint32_t stack, uint32_t *out) {
 
 // --- a sequence's own stack ----------------------------------------------------------------------
 
-// Pushes a terminal. Returns false if the terminal cannot follow or the stack would be too deep;
-// the stack may then be modified.
+// Pushes a terminal on the sequence's own stack. Returns false if the terminal cannot follow or the
+// stack would be too deep. The stack may then be modified.
 static bool push_own(sequence *s, uint32_t terminal) {
     for (;;) {
         const uint32_t state = s->stack[s->depth - 1];
@@ -148,8 +149,8 @@ static bool push_own(sequence *s, uint32_t terminal) {
     }
 }
 
-// Adds a byte of a class. Does not check that the parser can accept a terminal that the lexer can
-// still match (`can_go_on`).
+// Adds a byte of a class. Does not check whether the text can be continued after the byte
+// (`can_go_on`).
 static bool add_class(sequence *s, uint32_t class) {
     uint32_t next = g.next[s->lexer * g.classes + class];
     if (!next) {
@@ -163,7 +164,7 @@ static bool add_class(sequence *s, uint32_t class) {
     return true;
 }
 
-// Whether the parser can accept a terminal that the lexer can still match.
+// Whether there is a terminal that the lexer can still match and that the parser can accept.
 static bool can_go_on(const sequence *s) {
     if (!g.has_parser || s->lexer == g.lexer_start) return true;
     uint32_t set[128];

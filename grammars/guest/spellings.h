@@ -1,11 +1,12 @@
-// Groups the tokens that may follow in a lexer state by their effect on the parser. The spelling of
-// a token is the list of the terminals that the token completes. The kind of a token is the kind of
-// the lexeme that it leaves unfinished (tables.h). Neither depends on the parser's stack.
+// Groups the tokens that may follow in a lexer state by their effect on the parser. The *spelling*
+// of a token is the list of the terminals that the token completes. The *kind* of a token is the
+// kind of the lexeme that is unfinished after the token (tables.h). Spelling and kind do not depend
+// on the parser's stack.
 //
-// Tokens with the same spelling and the same kind form one group: on every stack, either all of
-// them are allowed or none. Most tokens do not complete a terminal, so there are few groups. A mask
-// needs one check for each group. The spellings form a tree, so that common beginnings are parsed
-// once.
+// Tokens with the same spelling and the same kind form a group. On each stack, either all tokens of
+// a group are allowed, or none is. Most tokens do not complete a terminal, so there are few groups.
+// The computation of a mask checks each group once. The spellings form a tree, so that common
+// beginnings are parsed only once.
 #ifndef GRAMMAR_SPELLINGS_H
 #define GRAMMAR_SPELLINGS_H
 

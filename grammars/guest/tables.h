@@ -1,7 +1,7 @@
 // The tables of a grammar or of a regular expression, as grammars/ writes them.
 //
-// A regular expression has a lexer with one lexeme, and no parser. The text may end where the
-// lexeme may end.
+// The tables of a regular expression are a lexer with one lexeme, without a parser. The text may
+// end where the lexeme may end.
 #ifndef GRAMMAR_TABLES_H
 #define GRAMMAR_TABLES_H
 
@@ -32,7 +32,7 @@ static struct {
     const uint16_t *rest_lhs, *rest_pops, *rest;
     const uint8_t *shortest;
 
-    // Two lexer states are of the same kind if they can still match the same terminals.
+    // Two lexer states are of the same kind if the same terminals can still match in both.
     uint32_t kinds;
     const uint16_t *kind_of;  // [lexer_states]
     const uint32_t *kind_set; // [kinds * words]
@@ -53,7 +53,7 @@ static inline bool meets(const uint32_t *one, const uint32_t *other) {
     return false;
 }
 
-// Whether a lexer can still match one of a set of terminals, or SKIP.
+// Whether the lexer can still match SKIP or one of the terminals `viable`.
 static inline bool opens(const uint32_t *reachable, const uint32_t *viable) {
     return reachable[0] >> SKIP & 1 || meets(reachable, viable);
 }
@@ -154,8 +154,8 @@ static void find_kinds(void) {
     g.kind_set = sets;
 }
 
-// Computes, for each terminal, the terminals that may follow it on some stack. These are the
-// terminals at which a parser state after the first terminal shifts or reduces.
+// For each terminal, computes the terminals that may follow it on some stack. A second terminal may
+// follow if a parser state after the first terminal shifts or reduces at the second.
 static void find_followers(void) {
     uint32_t *follow = stay(4 * g.terminals * g.words);
     for (uint32_t s = 0; s < g.states; s++) {

@@ -1,8 +1,8 @@
 // The vocabulary of a grammar: a tree of tokens by the classes of their bytes.
 //
-// Two bytes of one class lead to the same state from every lexer state, so tokens whose bytes have
-// the same classes are always allowed together: they share a node. The tree leaves out tokens with
-// a byte for which no lexer state has a transition.
+// From each lexer state, two bytes of the same class lead to the same state. So tokens whose bytes
+// have the same classes are always allowed together, and share a node. The tree leaves out tokens
+// with a byte for which no lexer state has a transition.
 #ifndef GRAMMAR_VOCABULARY_H
 #define GRAMMAR_VOCABULARY_H
 
@@ -75,8 +75,8 @@ static uint32_t merged_child(merging *m, uint32_t parent, uint8_t class) {
     return node;
 }
 
-// Merges AICI's tree into `m`, with one node for all children whose bytes have the same class. The
-// nodes of AICI's tree are (token << 8 | byte, size of the subtree << 8 | ...).
+// Merges AICI's tree into `m`. All children whose bytes have the same class become one node. A node
+// of AICI's tree is (token << 8 | byte, size of the subtree << 8 | ...).
 static void merge(merging *m, const uint32_t *nodes, uint32_t count) {
     uint32_t merged[LONGEST + 2], end[LONGEST + 2], depth = 0;
     m->count = 1;

@@ -12,26 +12,26 @@ from importlib.resources import files
 
 _BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "▲"
-"""In a rejected sample, this mark precedes the character that cannot follow. A rejected sample
-without the mark is only incomplete."""
+"""In a rejected sample, this mark precedes the character that cannot follow. If a rejected sample
+does not have the mark, its text is not complete."""
 
 
 def names(kind: str = "y") -> list[str]:
-    """The names of the grammars (``y``) or regular expressions (``rx``), in order."""
+    """The sorted names of the grammars (``y``) or regular expressions (``rx``)."""
     ends = f".{kind}"
     found = (entry.name for entry in files(__name__).iterdir())
     return sorted(name.removesuffix(ends) for name in found if name.endswith(ends))
 
 
 def grammar(name: str) -> str:
-    """The text of a grammar. Raises KeyError for an unknown name, with the known names."""
+    """The text of a grammar. If the name is unknown, raises KeyError with the known names."""
     return _read(name, "y")
 
 
 def regex(name: str) -> str:
     """A regular expression. The lines of its file are joined, without the blanks at the beginning
-    and the end of each line. Lines that begin with ``#`` are comments. Raises KeyError for an
-    unknown name, with the known names."""
+    and the end of each line. Lines that begin with ``#`` are comments. If the name is unknown,
+    raises KeyError with the known names."""
     lines = (line.strip() for line in _read(name, "rx").splitlines())
     return "".join(line for line in lines if not line.startswith("#"))
 
@@ -46,9 +46,9 @@ class Samples:
 
 
 def samples(name: str) -> Samples:
-    """The samples of the page of a grammar or regular expression: the fenced blocks under the
-    headings Accepted and Rejected. Each line of a block ``lines`` is a sample; a block ``text`` is
-    one sample."""
+    """The samples of the page of a grammar or regular expression. They are in the fenced blocks
+    under the headings Accepted and Rejected. Each line of a block ``lines`` is a sample. A block
+    ``text`` is one sample."""
     page = (files(__name__) / f"{name}.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     return Samples(_blocks(sections["Accepted"]), _blocks(sections["Rejected"]))

@@ -13,9 +13,9 @@ A pattern is compiled in these steps, with one file for each step:
     dfa          the table, and its binary form
     blame        which part of a pattern needs too many states
 
-The public functions are ``compile_regex``, ``compile_lexer`` and ``compile_choice``. ``prepare``
-reads the Unicode tables in advance; otherwise the first pattern with a category or ``(?i)`` reads
-them. ``docs/grammars.md`` describes the syntax, its limits and its speed.
+The public functions are ``compile_regex``, ``compile_lexer``, ``compile_choice`` and ``prepare``.
+The first pattern with a category or ``(?i)`` reads the Unicode tables, if ``prepare`` has not read
+them before. ``docs/grammars.md`` describes the syntax, its limits and its speed.
 """
 
 from .bounds import RegexError

@@ -1,8 +1,8 @@
 """Finds the part of a pattern that makes the pattern too large.
 
-The search begins with the whole pattern as the part. It compiles the longest items of the part,
-each alone and for a short time, and continues with an item that is too large by itself. The items
-of a concatenation may be too large only together. The result is then the shortest sequence of
+The search begins with the whole pattern. It compiles the longest items of the pattern, each alone
+and for a short time. If an item is too large by itself, the search continues within this item. If
+the items of a concatenation are too large only together, the result is the shortest sequence of
 neighbouring items that is too large.
 """
 
@@ -19,18 +19,18 @@ from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 from .utf8 import to_bytes
 
 _TRIAL_SHARE = 0.15
-"""Share of the search's time that one part may take."""
+"""The compilation of one part may take this share of the search's time."""
 _TRIED = 20
-"""Maximum number of items of one part that are tried, the longest first."""
+"""For each part, at most this number of items is tried, the longest first."""
 _MANY_RANGES = 50
-"""An error calls a set of characters with more ranges than this a Unicode category. A class that is
-written in a pattern rarely has as many ranges."""
+"""If a set of characters has more ranges than this number, error messages call it a Unicode
+category. A class that is written in a pattern rarely has as many ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A part of a pattern, and a text about the limit that the part exceeds when it is compiled
-    alone."""
+    """A part of a pattern that is too large when it is compiled alone. ``what`` describes the
+    exceeded limit."""
 
     part: Tree
     what: str
@@ -48,11 +48,11 @@ class Grown:
 def grown(
     tree: Tree, max_states: int, seconds: float, known: Exhausted | None = None
 ) -> Grown | None:
-    """Finds a small part that, compiled alone, needs more than ``max_states`` states or too much
-    time.
+    """Finds a small part of a tree that is too large: if it is compiled alone, it needs more than
+    ``max_states`` states or too much time.
 
-    ``known``: the limit that the whole tree has already exceeded. Returns None if the whole tree is
-    small enough when it is compiled alone, without the other patterns.
+    ``known``: the limit that the whole tree is known to exceed. If the whole tree, compiled without
+    other patterns, is small enough, returns None.
     """
     limit = Budget(max_states, seconds)
 
@@ -106,8 +106,8 @@ def _items(tree: Concatenation | Alternation | Repeat) -> tuple[Tree, ...]:
 
 
 def _shortest(tree: Concatenation, trial: Trial) -> Grown | None:
-    """The shortest sequence of neighbouring items that is still too large. A bisection finds the
-    last item of the sequence, and another one the first item."""
+    """The shortest sequence of neighbouring items that is still too large. One bisection finds the
+    last item of the sequence. A second bisection finds the first item."""
     items = tree.items
 
     def run(first: int, end: int) -> Concatenation:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 
 MAX_PATTERN_CHARACTERS = 200_000
-"""Maximum number of characters of a pattern, or of all lexemes of a lexer together."""
+"""Maximum number of characters of a pattern. Also the maximum for all lexemes of a lexer
+together."""
 MAX_ENTRIES = 2_000_000
-"""Maximum number of positions (``positions.py``) in all states of a subset construction together.
-This number of positions takes about 100 MB."""
+"""In a subset construction, each state is a set of positions (``positions.py``). The sets of all
+states may together have at most this number of positions, which take about 100 MB."""
 _TICKS = 256
 
 
@@ -30,9 +31,9 @@ class RegexError(ValueError):
 
 
 class Exhausted(Exception):
-    """A compilation exceeded a limit. ``what`` is the predicate of a sentence whose subject is the
-    pattern, such as "needs more than 9 states". The caller finds the faulty part with ``blame`` and
-    raises a RegexError."""
+    """A compilation exceeded a limit. ``what`` completes a sentence about the pattern, such as
+    "needs more than 9 states". The caller finds the faulty part with ``blame`` and raises a
+    RegexError."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -42,7 +43,7 @@ class Exhausted(Exception):
 class Budget:
     """The states and seconds that one compilation may use.
 
-    Seconds are CPU time of this thread, so that a busy machine does not make a pattern fail.
+    Seconds are CPU time of this thread, so a pattern does not fail because the machine is busy.
     """
 
     def __init__(self, max_states: int, max_seconds: float) -> None:
@@ -69,8 +70,8 @@ class Budget:
             raise Exhausted(f"needs more than {self.max_states:,} states")
 
     def positions(self, count: int) -> None:
-        """Raises Exhausted if ``count`` is more than twice the maximum number of states.
-        ``count``: the number of positions of a pattern whose repetitions are expanded."""
+        """``count``: the number of positions of a pattern whose repetitions are expanded. Raises
+        Exhausted if it is above twice the maximum number of states."""
         if count > 2 * self.max_states:
             raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 
@@ -81,7 +82,7 @@ class Budget:
 
 
 def shown(text: str, longest: int = 80) -> str:
-    """A text as error messages show it: quoted, and shortened in the middle if it is long."""
+    """A text for error messages. It is quoted, and shortened in the middle if it is long."""
     if len(text) > longest:
         text = f"{text[: longest // 2]}\u2026{text[-longest // 4 :]}"
     return repr(text)

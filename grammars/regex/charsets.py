@@ -1,8 +1,8 @@
-"""Sets of characters: categories, complement, and the other cases of a letter.
+"""Computes sets of characters: categories, complements, and the other cases of letters.
 
 A set is a sorted tuple of inclusive ranges that neither touch nor overlap. A set does not contain
 surrogates, because UTF-8 cannot encode them. Categories and cases are the same as in ``re`` of the
-running Python, and follow its version of Unicode.
+running Python. So they follow the version of Unicode of this Python.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# All code points of a category are below the category's number in ``_ENDS``, and all code points
-# that have cases are below ``_CASED_END``. This holds for all versions of Unicode up to that of
-# Python 3.13; a test checks all code points.
+# All code points of a category are below the category's number in ``_ENDS``. All code points that
+# have cases are below ``_CASED_END``. This is true for all versions of Unicode up to that of Python
+# 3.13; a test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CharSet:
-    """The set of all characters in ``ranges``, which may have any order. Surrogates are left
+    """The set of all characters in ``ranges``. The ranges may be in any order. Surrogates are left
     out."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
@@ -70,8 +70,8 @@ def complement(chars: CharSet) -> CharSet:
 
 @lru_cache(maxsize=16)
 def category(name: str, ascii_only: bool) -> CharSet:
-    """The characters that ``\\d``, ``\\s`` or ``\\w`` matches. ``name`` is the letter of the
-    escape; a capital letter stands for the complement.
+    """The characters that ``\\d``, ``\\s`` or ``\\w`` matches. ``name``: the letter of the escape.
+    A capital letter stands for the complement.
 
     Each Unicode category is read from ``re`` once, which takes about 10 ms.
     """
@@ -101,8 +101,8 @@ def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
     """The set of all characters that match a character of ``chars`` under ``(?i)``, as in ``re``.
 
     Two characters match if their lower cases are equal. They also match if their lower cases have
-    the same upper case, as s and the long s do. With ``ascii_only``, only the letters A to Z have
-    cases.
+    the same upper case. For example, s and the long s match. With ``ascii_only``, only the letters
+    A to Z have cases.
     """
     if ascii_only:
         more = list(chars)
@@ -121,8 +121,8 @@ def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
 
 @lru_cache(maxsize=1)
 def _cases() -> tuple[list[int], dict[int, list[int]]]:
-    """The characters that have cases, in order, and for each of them all characters that match it
-    under ``(?i)``. The first call takes 15 ms."""
+    """Returns the characters that have cases, in order. Also returns, for each of them, all
+    characters that match it under ``(?i)``. The first call takes 15 ms."""
     text = _characters(_CASED_END)
     # The lower case of U+0130 has two characters, and re uses the first.
     lowered = text.replace("\u0130", "i").lower()

@@ -16,8 +16,8 @@ from .tree import Alternation, Tree, literal_tree, tree_of
 from .utf8 import ByteAutomaton, to_bytes
 
 _BLAME_SHARE = 0.2
-"""Share of ``max_seconds`` that is reserved for finding the part that is too large, if a limit is
-exceeded."""
+"""If a limit is exceeded, the search for the part that is too large may take this share of
+``max_seconds``."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Lexeme:
 def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float = 5.0) -> Dfa:
     """The minimal automaton over bytes that accepts the UTF-8 of every full match of the pattern.
 
-    ``max_states`` limits the states at every step of the compilation; ``max_seconds`` limits the
-    CPU time of this thread. Raises RegexError if the pattern is not valid, uses an unsupported
-    construct, does not match any text, or exceeds a limit. For an exceeded limit, the message names
-    the part that is too large.
+    ``max_states``: the maximum number of states at each step of the compilation. ``max_seconds``:
+    the maximum CPU time of this thread. Raises RegexError if the pattern is not valid, uses an
+    unsupported construct, does not match any text, or exceeds a limit. If a limit is exceeded, the
+    message names the part that is too large.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     tree: Tree | None = None
@@ -78,11 +78,11 @@ def compile_choice(
 def compile_lexer(
     lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
 ) -> LexerDfa:
-    """The minimal automaton that finds all lexemes that match a text.
+    """The minimal automaton of a lexer. For each text, it finds all lexemes that match the text.
 
-    If a lexeme matches the empty text, the start state accepts; the caller decides whether this is
-    an error. Limits and errors are those of ``compile_regex``. If one lexeme is faulty, the error
-    has its pattern, and the message names it.
+    If a lexeme matches the empty text, the start state accepts. The caller decides whether this is
+    an error. Limits and errors are the same as for ``compile_regex``. If one lexeme is faulty, the
+    error has the pattern of the lexeme, and the message has its name.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)
@@ -122,7 +122,7 @@ def _blamed(
     seconds: float,
 ) -> RegexError:
     """The error for a lexer that exceeds a limit. If one lexeme alone is too large, the message
-    names the lexeme and its part."""
+    names the lexeme and the part of it that is too large."""
     end = Budget(max_states, seconds)
     if len(trees) < len(lexemes):
         lexeme = lexemes[len(trees)]

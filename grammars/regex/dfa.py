@@ -1,7 +1,7 @@
 """The table of an automaton over bytes, and its binary form.
 
-State 0 is dead: all its transitions lead back to state 0, and it does not accept. Every other state
-can lead to a match, so a byte is allowed if and only if its transition does not lead to state 0.
+State 0 is dead: it does not accept, and all its transitions lead back to it. Each other state can
+lead to a match. So a byte is allowed if its transition does not lead to state 0.
 
 The binary form is little-endian, without padding; ``Dfa.from_bytes`` validates it:
 
@@ -42,8 +42,8 @@ class Dfa:
 
     ``classes[b]`` is the class of byte b, below ``num_classes``. ``transitions[s * num_classes +
     classes[b]]`` is the state after byte b in state s, as u32. ``accepting[s]`` is 1 if a match may
-    end in state s. The automaton of a pattern is minimal, so patterns with the same matches have
-    the same table.
+    end in state s. The automaton of a pattern is minimal. So if two patterns have the same matches,
+    they have the same table.
     """
 
     classes: bytes
@@ -58,12 +58,12 @@ class Dfa:
         return len(self.accepting)
 
     def step(self, state: int, byte: int) -> int:
-        """The state after one more byte; 0 if the bytes up to this one do not begin any match."""
+        """The state after one more byte; 0 if no match begins with the bytes so far."""
         return self.transitions[state * self.num_classes + self.classes[byte]]
 
     def walk(self, data: bytes, state: int | None = None) -> int:
-        """The state after ``data``, beginning in ``state`` or, if it is None, in the start
-        state."""
+        """The state after the bytes ``data``. ``state``: the state before them; by default, the
+        start state."""
         at = self.start if state is None else state
         for byte in data:
             at = self.transitions[at * self.num_classes + self.classes[byte]]
@@ -101,11 +101,12 @@ class Dfa:
 class LexerDfa(Dfa):
     """One automaton for all lexemes of a lexer.
 
-    ``accepted[s]`` is the preferred lexeme among the lexemes that match in state s, or -1 if no
-    lexeme matches. A literal is preferred to a regular expression, and an earlier lexeme to a later
-    one. In the bit sets, bit i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that
-    matches in s; ``reachable[s]`` contains every lexeme that is ``accepted`` in s or in a state
-    that can follow s.
+    ``accepted[s]`` is the lexeme that matches in state s; -1 if no lexeme matches. If several
+    lexemes match, it is the preferred lexeme: a literal is preferred to a regular expression, and
+    an earlier lexeme to a later lexeme. ``accepts_all[s]`` and ``reachable[s]`` are bit sets, in
+    which bit i stands for lexeme i. ``accepts_all[s]`` contains every lexeme that matches in s.
+    ``reachable[s]`` contains every lexeme that is ``accepted`` in s or in a state that can follow
+    s.
     """
 
     num_lexemes: int
@@ -114,11 +115,11 @@ class LexerDfa(Dfa):
     reachable: list[int]
 
     def reaching(self, marks: Sequence[int]) -> list[int]:
-        """For each state, the union of the bit sets ``marks[t]`` over this state and all states t
-        that can follow it.
+        """For each state s, the union of the bit sets ``marks[t]``, where t is s or any state that
+        can follow s.
 
-        For example, ``reaching(accepts_all)`` has all lexemes that can still match, including
-        lexemes to which another lexeme is preferred.
+        For example, ``reaching(accepts_all)`` has all lexemes that can still match, even if another
+        lexeme is preferred.
         """
         return _reaching(self.transitions, self.num_classes, marks)
 
@@ -135,7 +136,8 @@ class LexerDfa(Dfa):
 
 
 def table(automaton: ByteAutomaton) -> Dfa:
-    """The table of an automaton; bytes with the same transitions in all states form one class."""
+    """The table of an automaton. Bytes that have the same transitions in all states form one
+    class."""
     classes, num_classes, transitions = _table(automaton.rows)
     accepting = bytes(bool(accepted) for accepted in automaton.accepts)
     return Dfa(classes, num_classes, transitions, 1, accepting)
@@ -203,7 +205,7 @@ def _reaching(transitions: array[int], width: int, marks: Sequence[int]) -> list
         if target:
             sources[target].add(at // width)
     reached = list(marks)
-    # Most states have higher numbers than the states that lead to them, so the last states are
+    # A state usually has a higher number than the states that lead to it. So the last states are
     # processed first.
     pending = [state for state, bits in enumerate(marks) if bits]
     while pending:

@@ -1,9 +1,9 @@
 """Minimises an automaton. After each text, the minimal automaton accepts the same patterns as the
-original.
+given automaton.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
-Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
-transitions and n states. Alternately, blocks of transitions split blocks of states, and blocks of
+Hopcroft's refinement for automata in which most transitions are missing. It takes O(m log n) for m
+transitions and n states. In turn, blocks of transitions split blocks of states, and blocks of
 states split blocks of transitions.
 """
 
@@ -78,8 +78,8 @@ class _Partition:
 def minimise(automaton: Automaton, budget: Budget) -> Automaton:
     """The minimal automaton that accepts the same patterns after each text.
 
-    States that cannot lead to a match are removed with the transitions to them. The start is state
-    0. Raises Exhausted when the time is used up.
+    States that cannot lead to a match are removed, together with the transitions to them. The start
+    is state 0. Raises Exhausted when the time is used up.
     """
     live = _live(automaton.rows, automaton.accepts)
     tails: list[int] = []
@@ -124,7 +124,7 @@ def minimise(automaton: Automaton, budget: Budget) -> Automaton:
 def trimmed(automaton: Automaton) -> Automaton:
     """The automaton without the states that cannot lead to a match; it is not minimised.
 
-    States are numbered as by ``minimise``; the start, state 0, must lead to a match.
+    States are numbered as in ``minimise``. The start, state 0, must be able to lead to a match.
     """
     live = _live(automaton.rows, automaton.accepts)
     return _merged(automaton, range(len(automaton.rows)), live)
@@ -147,8 +147,8 @@ def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
 
 
 def _merged(automaton: Automaton, block_of: Sequence[int], live: list[bool]) -> Automaton:
-    """The automaton with one state for each block. States are numbered in the order in which a
-    breadth-first search reaches them."""
+    """The automaton that has one state for each block. A breadth-first search numbers the
+    states."""
     numbers = {block_of[0]: 0}
     pending = [0]
     rows = []

@@ -1,12 +1,12 @@
 """Computes Glushkov's automaton: the positions of a pattern, and the positions that may follow each
 position.
 
-A position is one place of the pattern that matches a character; a repetition with counts is
-expanded to its copies. A state of the automaton is the set of positions that may match the next
-character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
+A position is one place of the pattern that matches a character. Before positions are numbered, a
+repetition with counts is expanded to its copies. A state of the automaton is the set of positions
+that may match the next character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-Position ~i is the end of the syntax tree of pattern i. This position does not match a character. A
-state that contains this position accepts pattern i.
+Position ~i stands for the end of pattern i, and does not match a character. A state that contains
+this position accepts pattern i.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""Three values about a part of a pattern. The first says whether the part matches the empty text.
-The second is a list of sets, whose union has the positions that may match the first character. The
-third has the positions that may match the last character."""
+"""Three values about a part of a pattern. First: whether the part matches the empty text. Second: a
+list of sets; their union has the positions that may match the first character. Third: the positions
+that may match the last character."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ class Positions:
 
 
 def positions_of(trees: Sequence[Tree], budget: Budget) -> Positions:
-    """The positions of several alternative trees. Raises Exhausted if there are too many."""
+    """The positions of several alternative trees. Raises Exhausted if there are too many
+    positions."""
     return _Builder(budget).choice(trees)
 
 
@@ -132,8 +133,7 @@ class _Builder:
         if copies == 0:
             return True, [], []
         empty, first, last = self.part(tree.item)
-        # If the item matches the empty text, any number of copies matches the empty text too, so
-        # the minimum is 0.
+        # If the item matches the empty text, so does any number of copies, and the minimum is 0.
         least = 0 if empty else tree.least
         ends = list(last) if least <= 1 else []
         for copy in range(2, copies + 1):

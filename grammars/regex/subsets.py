@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Two characters are in one class if each set of the pattern has both or neither of them. So large
-Unicode sets do not slow this step down. A state is a set of positions (``positions.py``).
+Two characters are in the same class if each set of the pattern contains either both or neither. So
+large Unicode sets do not slow this step down. A state is a set of positions (``positions.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Segments = list[tuple[int, int, int]]
 class Automaton:
     """A deterministic automaton over classes of characters.
 
-    ``rows[s]`` maps a class to the next state; classes without a next state are missing.
+    ``rows[s]`` maps classes to next states. Classes without a next state are missing.
     ``accepts[s]`` is a bit set: bit i is set if state s accepts the pattern with number i. The
     start is state 0.
     """
@@ -31,8 +31,8 @@ class Automaton:
 
 
 def character_classes(charsets: list[CharSet]) -> tuple[Segments, list[list[int]]]:
-    """Returns the ranges of all characters that are in any set, each range with its class, and for
-    each set its classes."""
+    """Returns two values. The first has the ranges of all characters that are in any set, each
+    range with its class. The second has, for each set, its classes."""
     changes: dict[int, int] = {}
     for number, chars in enumerate(charsets):
         bit = 1 << number

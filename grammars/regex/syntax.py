@@ -1,8 +1,8 @@
 """Parses regular expressions with Python's own parser, and records the position of every node.
 
 ``re._parser`` returns a tree without positions. This module makes a private copy of the parser, so
-that ``re`` itself is unchanged. In the copy, subclasses record the position in the pattern at which
-a node was made. This works with Python 3.11, 3.12 and 3.13.
+that ``re`` itself is unchanged. In the copy, subclasses of the parser's classes record the position
+in the pattern at which each node was made. This works with Python 3.11, 3.12 and 3.13.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _own_parser() -> Any:
 
         def __setitem__(self, index: Any, code: Any) -> None:
             if isinstance(index, slice):
-                # A group without name or flags is replaced by its content.
+                # The parser replaces a group without name or flags by the group's content.
                 start, end = self.data[index][0].span
                 nodes = list(code)
                 if nodes:
@@ -57,7 +57,7 @@ def _own_parser() -> Any:
                     nodes[-1] = _node(nodes[-1], nodes[-1].span[0], end)
                 self.data[index] = nodes
             else:
-                # A repetition replaces the item that it repeats.
+                # The parser replaces a repeated item by the repetition.
                 self.cursor = self.state.source.tell()
                 self.data[index] = _node(code, self.data[index].span[0], self.cursor)
 

@@ -1,8 +1,9 @@
-"""The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
+"""The syntax tree of a pattern. It has only characters, concatenations, alternations and
+repetitions.
 
-Parts that do not change which texts match are dropped: groups and their names, greediness, anchors
-at the ends. Any other construct, for example a back-reference, is an error. Without the error, the
-automaton would silently match other texts than the pattern.
+Groups, their names, greediness, and anchors at the ends do not change which texts match, so they
+are dropped. Any other construct, for example a back-reference, is an error. Without the error, the
+automaton and the pattern would match different texts.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Matches an item ``least`` to ``most`` times. If ``most`` is None, the number of times has no
-    upper bound."""
+    """Matches an item ``least`` to ``most`` times; ``least`` times or more if ``most`` is None."""
 
     start: int
     end: int
@@ -77,7 +77,7 @@ class Repeat:
 
 
 Tree = Chars | Concatenation | Alternation | Repeat
-"""The ``start`` and ``end`` of a node are its span in the text of the pattern."""
+"""A node of the syntax tree. Its ``start`` and ``end`` are its span in the text of the pattern."""
 
 
 def tree_of(pattern: str, budget: Budget) -> Tree:
@@ -113,7 +113,7 @@ def literal_tree(text: str) -> Tree:
 
 
 def void(tree: Tree) -> Tree | None:
-    """The part that prevents a tree from matching any text; None if the tree matches a text."""
+    """If a tree does not match any text: the part that is the cause. If it matches a text: None."""
     match tree:
         case Chars():
             return None if tree.chars else tree

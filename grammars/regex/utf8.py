@@ -1,16 +1,18 @@
 """Converts an automaton over characters to an automaton over the bytes of valid UTF-8.
 
 The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node stands
-for the first bytes of a character and has the bytes that may follow them; a leaf is a class of
-characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
-next states, and classes that lead to the same state are merged.
+for the first bytes of a character, and has the bytes that may follow them. A leaf is a class of
+characters. Equal nodes are merged. The graph is copied for each state s of the automaton over
+characters. In this copy, each leaf is replaced by the state to which its class leads from s.
+Classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. Two different
-states inside a character are not equivalent: some bytes lead from them to two states between
-characters that are not equivalent. A state inside a character is never equivalent to a state
-between two characters, because only a state inside a character reads continuation bytes. Overlong
-forms and surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular
-expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+If the automaton over characters is minimal, the automaton over bytes is minimal too. Take two
+different states inside a character. Some bytes that complete the character lead from them to two
+different states between characters, which are not equivalent. So the two states inside a character
+are not equivalent either. A state inside a character is never equivalent to a state between two
+characters, because only a state inside a character reads continuation bytes. Overlong forms and
+surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular expression
+matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ from .subsets import Automaton, Segments
 
 Runs = tuple[tuple[int, int, int], ...]
 """Ranges of bytes in order, each with its target. In the graph, a target is a class (0 or more), or
-~n for node n. In the result, a target is a state."""
+~n, which stands for node n. In the result, a target is a state."""
 
 _FORMS = (
-    # first character, last character, number of bytes after the first, first byte if its payload
-    # bits are 0
+    # first character, last character, number of continuation bytes, constant bits of the first byte
     (0x00, 0x7F, 0, 0x00),
     (0x80, 0x7FF, 1, 0xC0),
     (0x800, 0xFFFF, 2, 0xE0),
@@ -41,7 +42,7 @@ class ByteAutomaton:
     bit i is set if state s accepts the pattern with number i. State 0 is dead, and state 1 is the
     start.
 
-    The states are numbered by a breadth-first search that takes bytes in ascending order, so
+    The states are numbered by a breadth-first search that follows bytes in ascending order. So
     minimal automata of the same language are identical.
     """
 
@@ -58,8 +59,8 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
     inner: dict[Runs, int] = {}
 
     def instance(number: int, targets: list[int], made: dict[int, int]) -> int:
-        """The state for node ``number`` inside a character. ``targets``: the next states, which
-        replace the leaves of the node."""
+        """The state inside a character for node ``number``. ``targets``: for each leaf, the next
+        state that replaces it."""
         state = made.get(number)
         if state is None:
             runs = filled(number, targets, made)
@@ -98,7 +99,7 @@ class _Graph:
         self._projections: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
     def node(self, runs: list[tuple[int, int, int]]) -> int:
-        """The node with these runs; neighbouring runs with the same target are merged."""
+        """The node with these runs. Neighbouring runs with the same target are merged."""
         joined: list[tuple[int, int, int]] = []
         for low, high, to in runs:
             if joined and joined[-1][1] + 1 == low and joined[-1][2] == to:
@@ -124,9 +125,9 @@ class _Graph:
     ) -> list[tuple[int, int, int]]:
         """The runs for the characters ``first`` to ``last``.
 
-        The next byte selects a block of ``64**levels`` characters, where ``levels`` is the number
-        of bytes after the next byte. Character 0 is in block 0. ``byte`` plus the number of a
-        block is the byte that selects the block.
+        The next byte of a character selects a block of ``64**levels`` characters. ``levels``: the
+        number of bytes after the next byte. Blocks are numbered, and character 0 is in block 0. The
+        byte that selects block n is ``byte`` + n.
         """
         shift = 6 * levels
         runs: list[tuple[int, int, int]] = []
@@ -161,8 +162,8 @@ class _Graph:
         return runs
 
     def whole(self, levels: int, label: int) -> int:
-        """The target from which ``levels`` continuation bytes, whatever their values, lead to the
-        class ``label``."""
+        """Returns a target from which any ``levels`` continuation bytes lead to the class
+        ``label``."""
         if levels == 0:
             return label
         number = self._whole.get((levels, label))
@@ -172,7 +173,7 @@ class _Graph:
         return ~number
 
     def projected(self, root: int, groups: tuple[tuple[int, int], ...]) -> int:
-        """A copy of the root in which each class is replaced by its group; classes without a group
+        """A copy of the root in which each class is replaced by its group. Classes without a group
         are removed."""
         made = self._projections.setdefault(groups, {})
         group_of = dict(groups)

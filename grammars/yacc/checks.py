@@ -1,5 +1,5 @@
-"""Finds errors in a grammar whose text can be parsed: rules that are not used, that derive no
-finite text, or that derive themselves."""
+"""Finds errors in a grammar whose text can be parsed. A rule is faulty if it is not used, derives
+no finite text, or derives itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
-    """The nonterminals, as symbols, that can derive the empty text."""
+    """The symbols of the nonterminals that can derive the empty text."""
     terminals = len(grammar.terminals)
     return frozenset(
         terminals + lhs for lhs in _fixpoint(grammar, lambda symbol: symbol >= terminals)
@@ -139,8 +139,8 @@ def _check_cycles(grammar: Grammar) -> None:
                 ready.append(nonterminal)
     if not left:
         return
-    # Each remaining rule derives another remaining rule. The search follows these derivations until
-    # a rule occurs twice.
+    # Each remaining rule derives a remaining rule. The search follows these derivations until a
+    # rule occurs for the second time.
     nonterminal = next(iter(left))
     seen: set[int] = set()
     while nonterminal not in seen:

@@ -1,9 +1,9 @@
 """Computes the terminals that complete the unfinished rules of each parser state in few bytes.
 
-The kernel items of a state are the rules that the text has begun and not finished. A ``Rest`` has
-the terminals that complete one kernel item in the fewest bytes. To close a text, the guest engine
-applies rests that complete the stack from its top down to its bottom. It chooses the rests with the
-lowest total cost (guest/closing.h).
+The kernel items of a parser state are the rules that the text has begun and not finished. A
+``Rest`` has the terminals that complete one kernel item in the fewest bytes. To close a text, the
+guest engine applies rests that complete the whole stack, from its top to its bottom. It chooses the
+rests with the lowest total cost (guest/closing.h).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_REST_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The completion of an item: after ``terminals``, the parser reduces the item to the
+    """The completion of an item. After ``terminals``, the parser reduces the item to the
     nonterminal ``lhs``.
 
-    ``pops``: number of symbols of the item that are already read, which is the number of states
-    that the reduction pops. ``cost``: the bytes of the shortest lexemes of the terminals, plus one
-    for each terminal.
+    ``pops``: number of symbols of the item that have already been read. The reduction pops this
+    number of states. ``cost``: the bytes of the shortest lexemes of the terminals, plus one for
+    each terminal.
     """
 
     lhs: int
@@ -42,8 +42,8 @@ def shortest_lexemes(
     accepted: Sequence[int],
     start: int,
 ) -> dict[int, bytes]:
-    """For each terminal that the lexer can match, one of the shortest texts of the terminal,
-    preferably of digits and letters."""
+    """For each terminal that the lexer can match: a shortest text of the terminal. Texts of digits
+    and letters are preferred."""
     byte_of = [_plainest(classes, number) for number in range(num_classes)]
     order = sorted(range(num_classes), key=lambda number: _plainness(byte_of[number]))
     found: dict[int, bytes] = {}
@@ -76,8 +76,8 @@ def _plainness(byte: int) -> tuple[int, int]:
 def find_rests(
     grammar: Grammar, items: Items, states: Sequence[State], lexemes: dict[int, bytes]
 ) -> tuple[tuple[Rest, ...], ...]:
-    """The rests of each state. An item has no rest if lexemes cannot complete it, or if it needs
-    too many terminals."""
+    """The rests of each state. An item does not have a rest if lexemes cannot complete it, or if it
+    needs too many terminals."""
     terminals = len(grammar.terminals)
     costs: dict[int, int] = {t: len(text) + 1 for t, text in lexemes.items()}
     best = _cheapest(grammar, costs)
@@ -116,9 +116,9 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """Maps the symbol of each nonterminal to the production of its shortest text. Adds the costs of
-    the nonterminals to ``costs``. Source: D. E. Knuth, "A generalization of
-    Dijkstra's algorithm" (1977)."""
+    """For each nonterminal, finds its shortest text. Returns a map from the nonterminal's symbol to
+    the production of this text. Adds the costs of the nonterminals to ``costs``. Source: D. E.
+    Knuth, "A generalization of Dijkstra's algorithm" (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}
     missing: list[int] = []

@@ -24,7 +24,7 @@ MAX_TERMINALS = 4096
 MAX_LENGTH = 4096
 """Maximum number of symbols of one alternative."""
 EXAMPLE_SECONDS = 2.0
-"""Maximum time for finding the examples of all conflicts together, in seconds."""
+"""Maximum time in seconds for finding examples, for all conflicts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Compilation:
 
     grammar: CompiledGrammar
     conflicts: tuple[Conflict, ...]
-    """Conflicts that precedences do not decide. The parser prefers a shift to a reduction, and the
-    earlier of two rules."""
+    """Conflicts that precedences do not decide. In such a conflict, the parser prefers a shift to a
+    reduction, and the earlier of two rules to the later."""
     warnings: tuple[str, ...]
-    """Warnings about lexemes that can never match, because other lexemes are always preferred. Also
-    the warning that each text must begin inside a lexeme (``_begun``)."""
+    """Warnings about two faults: a lexeme can never match, because other lexemes are always
+    preferred, or each text must begin inside a lexeme (``_begun``)."""
 
 
 def compile_grammar(
@@ -46,8 +46,8 @@ def compile_grammar(
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
     Raises GrammarError if the grammar cannot be parsed, fails a check, exceeds a bound, or needs
-    more than ``max_states`` parser states or ``max_seconds`` seconds. The error has a line and a
-    column if it belongs to one place.
+    more than ``max_states`` parser states or ``max_seconds`` seconds. If the fault has a single
+    place, the error has its line and column.
     """
     deadline = time.monotonic() + max_seconds
     grammar = number_grammar(read_source(text))
@@ -78,7 +78,7 @@ def compile_grammar(
 def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
     """The lexemes in order of preference: keywords, then ``%reserved`` regular expressions, then
     the other lexemes by the grammar's lexer rules. If several lexemes match the same text, the
-    first of them wins.
+    lexer chooses the first of them.
 
     Under AICI's rules, a regular expression that is written with more bytes is preferred. If the
     numbers of bytes are equal, the regular expression that is used first is preferred.
@@ -93,8 +93,8 @@ def preferred_first(grammar: Grammar) -> list[GrammarLexeme]:
 
 
 def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -> LexerDfa:
-    """One automaton for all lexemes. Raises GrammarError with the place of an invalid regular
-    expression."""
+    """One automaton for all lexemes. If a regular expression is not valid, raises GrammarError with
+    its place."""
     for lexeme in grammar.lexemes:
         if lexeme.literal:
             continue
@@ -122,8 +122,8 @@ def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -
 
 
 def _unmatched(grammar: Grammar, lexemes: list[GrammarLexeme], lexer: LexerDfa) -> Iterable[str]:
-    """Yields warnings about terminals that never match because preferred lexemes match all their
-    texts."""
+    """Yields a warning for each terminal that never matches, because preferred lexemes match all
+    its texts."""
     matched = {lexemes[number].terminal for number in set(lexer.accepted) if number >= 0}
     chosen: dict[int, set[int]] = {}
     """For each terminal that never matches: the terminals that are preferred to it."""
@@ -150,8 +150,8 @@ _ORDER = {
 
 
 def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
-    """The grammar, changed so that its lexer begins a text as if it had just read a newline, as
-    AICI's lexer does.
+    """Changes a grammar so that its lexer begins a text as if it had just read a newline. AICI's
+    lexer does the same.
 
     If no text of the grammar can begin with a lexeme whose first byte is a newline, the lexer
     begins at its start state instead.
@@ -165,8 +165,8 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
     """Yields a warning if each text of the grammar must begin inside a lexeme. ``_after_newline``
-    assumes a newline before the text. If this newline begins a lexeme, the text has to complete the
-    lexeme."""
+    assumes a newline before the text. This newline may begin a lexeme, which the text then has to
+    complete."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (
@@ -183,8 +183,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
     """Returns the transitions, the matched lexeme and the reachable lexemes of each state, and the
-    start state. If necessary, a new start state is added. No transition leads to this state, and no
-    lexeme ends in it. So an empty text is never a lexeme."""
+    start state. No transition leads to the start state, and no lexeme ends in it, so an empty text
+    is never a lexeme. If necessary, a new start state is added."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

@@ -70,10 +70,10 @@ _U32 = "I"
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The tables of a grammar, from which recognizers compute the allowed texts. Terminal 0 is the
-    end of the text, terminal 1 is SKIP.
+    """The tables of a grammar. Recognizers compute the allowed texts from these tables. Terminal 0
+    is the end of the text, and terminal 1 is SKIP.
 
-    Sets of terminals are integers with bit t set for terminal t.
+    A set of terminals is an integer. Bit t is set if the set contains terminal t.
     """
 
     terminals: tuple[str, ...]
@@ -91,8 +91,8 @@ class CompiledGrammar:
     transitions: tuple[int, ...]
     """[num_lexer_states * num_classes] next lexer state; state 0 is dead."""
     accepted: tuple[int, ...]
-    """By lexer state: the terminal that the lexer has matched, or the preferred terminal if several
-    match; -1 if no terminal is matched."""
+    """By lexer state: the terminal that the lexer has matched; -1 if no terminal is matched. If
+    several terminals match, the preferred terminal."""
     reachable: tuple[int, ...]
     """By lexer state: the set of terminals that can still match, including terminals that match in
     this state."""
@@ -121,7 +121,7 @@ class CompiledGrammar:
 
     @property
     def num_nonterminals(self) -> int:
-        """Number of nonterminals, including that of the whole text."""
+        """Number of nonterminals, including the nonterminal of the whole text."""
         return len(self.nonterminals)
 
     @property

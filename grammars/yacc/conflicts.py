@@ -1,4 +1,5 @@
-"""Explains the conflicts of a grammar, each with a shortest example of input that leads to it.
+"""Explains the conflicts of a grammar. For each conflict, finds a shortest example of input that
+leads to it.
 
 Source: C. Isradisaikul and A. Myers, "Finding counterexamples from parsing conflicts", PLDI 2015.
 The search finds a shortest path over items. Each step records whether the terminal of the conflict
@@ -23,10 +24,10 @@ MAX_EXAMPLE = 200
 class Conflict:
     """Two actions of the parser in one state at one terminal.
 
-    ``kind``: shift/reduce or reduce/reduce. ``terminal``: the next lexeme, at which the parser must
-    decide. ``kept``: the action that the parser takes, in words; ``dropped``: the action that the
-    parser does not take. ``example``: the shortest sequence of lexemes from the beginning of a text
-    to the conflict, or "" if the search did not find a sequence in time.
+    ``kind``: shift/reduce or reduce/reduce. ``terminal``: the next lexeme when the parser must
+    decide. ``kept``: the action that the parser takes, in words. ``dropped``: the action that the
+    parser does not take. ``example``: a shortest sequence of lexemes from the beginning of a text
+    to the conflict; "" if the search did not find a sequence in time.
     """
 
     kind: str
@@ -49,13 +50,13 @@ def explain_conflicts(
     deadline: float,
 ) -> tuple[Conflict, ...]:
     """Describes the conflicts as text, in the order of the states. After ``deadline`` (a value of
-    ``time.monotonic()``), conflicts get no example."""
+    ``time.monotonic()``), no more examples are searched."""
     shortest = _Shortest(grammar) if choices else None
     found: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
     for choice in choices:
-        # A conflict is left out if the same two rules have a conflict at the same lexeme in an
-        # earlier state.
+        # If the same two rules have a conflict at the same lexeme in an earlier state, the later
+        # conflict is left out.
         key = (choice.terminal, choice.kept, choice.dropped)
         if key in seen:
             continue
@@ -148,8 +149,8 @@ def _path(
     shortest: _Shortest | None,
     deadline: float,
 ) -> list[int] | None:
-    """The symbols of a shortest path to the place where ``production`` is reduced before
-    ``terminal``; None if the search does not find a path before ``deadline``."""
+    """The symbols of a shortest path to a place where ``production`` is reduced and ``terminal``
+    follows. None if the search does not find a path before ``deadline``."""
     assert shortest is not None
     bit = 1 << terminal
     length = shortest.length

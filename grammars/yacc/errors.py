@@ -6,9 +6,9 @@ from __future__ import annotations
 class GrammarError(ValueError):
     """A grammar that cannot be used.
 
-    ``line`` and ``column`` count from 1, columns in characters; both are 0 if the error does not
-    have a single place. ``message`` says what was found and what would be right; ``str()`` includes
-    the place.
+    ``line`` and ``column`` count from 1, and columns count characters. Both are 0 if the error does
+    not have a single place. ``message`` says what was found and what would be right; ``str()``
+    includes the place.
     """
 
     def __init__(self, message: str, line: int = 0, column: int = 0) -> None:

@@ -1,13 +1,13 @@
 """Numbers the terminals, nonterminals and productions of a grammar.
 
 Terminal 0 is the end of the text. Terminal 1 is SKIP: lexemes that may stand between any two other
-lexemes. Productions do not contain SKIP. A symbol is the number of a terminal, or the number of
-terminals plus the number of a nonterminal. Nonterminal 0, the whole text, is not in the source;
-production 0 derives the start rule from this nonterminal.
+lexemes. Productions do not contain SKIP. The symbol of a terminal is the terminal's number. The
+symbol of a nonterminal is its number plus the number of terminals. Nonterminal 0 is the whole text.
+The source does not contain it. Production 0 derives the start rule from nonterminal 0.
 
-A rule becomes one terminal with several lexemes if each of its alternatives is a single lexeme that
-is used nowhere else. CONSTANT in AICI's C grammar is an example. The grammar then matches the same
-texts, and the parser needs fewer states and reductions.
+If each alternative of a rule is a single lexeme that is used nowhere else, the rule becomes one
+terminal with several lexemes. CONSTANT in AICI's C grammar is an example. This does not change
+which texts match, and the parser needs fewer states and reductions.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def number_grammar(source: Source) -> Grammar:
 
 
 def lexeme_name(symbol: Symbol) -> str:
-    """The name, in messages, of a lexeme without a separate rule."""
+    """The name that messages use for a lexeme without a separate rule."""
     if symbol.kind == "regex":
         return f"/{symbol.text}/"
     return '"' + symbol.text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
@@ -237,9 +237,9 @@ class _Numbering:
                     found = f"{alternative.prec.text!r} has no %left, %right or %nonassoc"
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
-            # A rule whose alternatives are all lexemes is a terminal here, but a nonterminal in
-            # yacc. In yacc, a nonterminal does not set the precedence of a production. So such a
-            # terminal is skipped here, unless the terminal itself has a precedence.
+            # If all alternatives of a rule are lexemes, the rule is a terminal here, but a
+            # nonterminal in yacc. In yacc, a nonterminal does not set the precedence of a
+            # production. So such a terminal is skipped here, unless it has a precedence itself.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 
@@ -263,5 +263,5 @@ class _Numbering:
 
 
 def key_of(symbol: Symbol) -> tuple[str, str]:
-    """The kind and the text of a symbol, which are equal for all its uses."""
+    """The kind and the text of a symbol. All uses of a symbol have the same key."""
     return symbol.kind, symbol.text

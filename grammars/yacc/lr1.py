@@ -3,8 +3,8 @@
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
 two states with the same items are merged if their lookaheads are weakly compatible. Such a merge
 never causes a conflict that canonical LR(1) does not have. So the automaton has about as many
-states as that of LALR(1), but no conflicts if the grammar is LR(1). A set of terminals is a Python
-integer with a bit for each terminal.
+states as an LALR(1) automaton, and has no conflicts if the grammar is LR(1). A set of terminals is
+a Python integer with a bit for each terminal.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Items:
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
         """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
-        For each of them, returns the nonterminal's number, the terminals that can follow the
-        nonterminal within these derivations, and whether terminals that follow ``symbol`` can
-        follow it as well."""
+        For each nonterminal, returns three values: its number, the terminals that can follow it
+        within these derivations, and whether the terminals that follow ``symbol`` can follow it as
+        well."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known
@@ -189,9 +189,10 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The target of a transition, whose kernel items have ``lookaheads``. The first choice is the
-    former target ``before``, if it is compatible. The second is a state of ``others`` that has all
-    lookaheads, and the third a compatible state of ``others``. None if a new state is needed."""
+    """Chooses the target of a transition. ``lookaheads``: the lookaheads of the target's kernel
+    items. The first choice is the former target ``before``, if it is compatible. The second choice
+    is a state of ``others`` that has all lookaheads. The third choice is a compatible state of
+    ``others``. None if a new state is needed."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None
@@ -205,9 +206,9 @@ def _choose(
 
 
 def _compatible(known: list[int], new: list[int]) -> bool:
-    """Pager's weak compatibility of two states with the same items, given their lookaheads. The
-    merge must not give two items a common lookahead, unless the items already have a common
-    lookahead in one of the two states."""
+    """Whether two states with the same items are weakly compatible, as Pager defines it. ``known``
+    and ``new``: the lookaheads of the states. If two items do not have a common lookahead in either
+    state, they must not have one in the merged state."""
     for i in range(len(known)):
         for j in range(i):
             if (known[i] & new[j] or known[j] & new[i]) and not (
@@ -218,7 +219,7 @@ def _compatible(known: list[int], new: list[int]) -> bool:
 
 
 def _merge(state: State, lookaheads: list[int]) -> bool:
-    """Adds lookaheads to a state; returns whether the state did not have all of them before."""
+    """Adds lookaheads to a state. Returns whether at least one of them is new in the state."""
     grown = False
     for place, lookahead in enumerate(lookaheads):
         if lookahead & ~state.lookaheads[place]:
@@ -228,8 +229,8 @@ def _merge(state: State, lookaheads: list[int]) -> bool:
 
 
 def _reachable(states: list[State]) -> list[State]:
-    """The states that can be reached from the start, with new numbers. Some states are unreachable
-    because of merges."""
+    """The states that can be reached from the start, with new numbers. Merges make some states
+    unreachable."""
     numbers = {0: 0}
     order = [0]
     for number in order:

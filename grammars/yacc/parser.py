@@ -38,8 +38,8 @@ class Parser:
             stack = self._reduce(stack, action >> 2)
 
     def viable(self, stack: Stack) -> int:
-        """The set of terminals that can follow a stack: the terminals that are shifted or accepted
-        after the reductions that they cause. SKIP is never in the set."""
+        """The set of terminals that can follow a stack. A terminal can follow if it is shifted or
+        accepted after the reductions that it causes. SKIP is never in the set."""
         known = self._viable.get(stack)
         if known is not None:
             return known

@@ -1,10 +1,10 @@
 """Checks byte by byte whether a text can still become a sentence of a grammar.
 
-This recognizer is the reference for the guest engine. The lexer and the parser advance together
-after each byte, as in AICI. If a byte leads the lexer to its dead state, the lexeme ends before
-this byte, and the byte begins the next lexeme. A byte is refused at once if the parser cannot
-accept any of the lexemes that the lexer can still match. For example, after ``int `` the ``1`` of
-``123456`` is refused.
+This recognizer is the reference for the guest engine. As in AICI, the lexer and the parser advance
+together after each byte. If a byte leads the lexer to its dead state, the lexeme ends before this
+byte, and the byte begins the next lexeme. A byte is refused at once if the parser cannot accept any
+of the lexemes that the lexer can still match. For example, after ``int `` the ``1`` of ``123456``
+is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMED = 12
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """The place at which a text is refused: after its first ``offset`` bytes. ``line`` and
-    ``column`` count from 1, columns in characters.
+    ``column`` count from 1, and columns count characters.
 
     ``found`` is the character that cannot follow, or "" at the end of a text that is not complete.
     ``expected`` has the names of the lexemes that can follow.
@@ -62,8 +62,8 @@ class Recognizer:
         self.grammar = grammar
         self._parser = parser or Parser(grammar)
         self.place = Place(self._parser.start, grammar.lexer_first)
-        """The place of the text so far. If two texts are at equal places, the same continuations
-        are possible after both."""
+        """The place of the text so far. If two texts are at equal places, they can be continued in
+        the same ways."""
 
     def copy(self) -> Recognizer:
         """Another recognizer at the same place."""
@@ -80,7 +80,8 @@ class Recognizer:
         return True
 
     def read(self, text: bytes) -> int:
-        """Adds bytes up to the first that cannot follow; returns the number of added bytes."""
+        """Adds bytes, and stops before the first byte that cannot follow. Returns the number of
+        added bytes."""
         for count, byte in enumerate(text):
             if not self.byte(byte):
                 return count
@@ -103,9 +104,10 @@ class Recognizer:
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
-        """The names of the expected lexemes. These are the lexemes that the unfinished lexeme can
-        still become. If the unfinished lexeme can end here, the lexemes that can follow are also
-        expected. SKIP is included only if the unfinished lexeme can still become SKIP."""
+        """The names of the expected lexemes. A lexeme is expected if the unfinished lexeme at the
+        end of the text can still become it. If the unfinished lexeme can end here, the lexemes that
+        can follow are expected too. SKIP is expected only if the unfinished lexeme can still become
+        SKIP."""
         place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:
@@ -155,7 +157,8 @@ class Recognizer:
 
 
 def check_text(grammar: CompiledGrammar, text: bytes) -> Refusal | None:
-    """The place at which a whole text is refused; None if the text is a sentence of the grammar."""
+    """The place at which a complete text is refused; None if the text is a sentence of the
+    grammar."""
     recognizer = Recognizer(grammar)
     count = recognizer.read(text)
     if count == len(text) and recognizer.complete:

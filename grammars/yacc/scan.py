@@ -28,8 +28,8 @@ _UNREADABLE = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of the grammar's text. ``kind``: name, quoted, sections, directive, mark or end;
-    ``offset``: where it starts, in characters."""
+    """A token of the grammar's text. ``kind``: name, quoted, sections, directive, mark or end.
+    ``offset``: the place at which the token starts, in characters."""
 
     kind: str
     text: str
@@ -42,8 +42,8 @@ class Token:
 
 
 def scan(text: str) -> list[Token]:
-    """All tokens up to the second ``%%``, and then a token of the kind ``end``. Raises GrammarError
-    for text that is not a token."""
+    """All tokens up to and including the second ``%%``, and then a token of the kind ``end``.
+    Raises GrammarError for text that is not a token."""
     tokens: list[Token] = []
     sections = 0
     at = 0

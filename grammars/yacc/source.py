@@ -1,9 +1,9 @@
 """Parses the text of a grammar to rules and declarations, each with its place in the text.
 
-The format is AICI's (docs/grammars.md), which is yacc's, except that lexemes are written inside the
-rules. Two directives are extensions. ``%reserved`` lists words that the lexer recognises although
-no rule contains them, so that these words cannot be names. ``%lexer declared`` replaces AICI's
-lexer rules (``LexerRules``).
+The format is AICI's (docs/grammars.md). AICI's format is yacc's format, but lexemes are written
+inside the rules. Two directives are extensions. ``%reserved`` lists words that no rule contains.
+The lexer recognises them, so these words cannot be names. ``%lexer declared`` replaces AICI's lexer
+rules (``LexerRules``).
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Precedence:
 
 
 class LexerRules(Enum):
-    """The rules by which the lexer chooses between lexemes that match the same text, and the state
-    in which the lexer begins.
+    """Determines two things: which lexeme the lexer chooses if several lexemes match the same text,
+    and the state in which the lexer begins.
 
     With either value, a keyword is preferred to a regular expression, and a ``%reserved`` regular
     expression is preferred to any other regular expression.
     """
 
     AICI = "aici"
-    """The default, as in AICI: the regular expression that is written with more bytes is preferred,
-    and the lexer begins as if it had just read a newline."""
+    """The default, as in AICI. The regular expression that is written with more bytes is preferred.
+    The lexer begins as if it had just read a newline."""
     DECLARED = "declared"
-    """As in flex: the regular expression that comes first in the grammar is preferred, and the
-    lexer begins at the first byte."""
+    """As in flex. The regular expression that comes first in the grammar is preferred. The lexer
+    begins at the first byte."""
 
 
 @dataclass(slots=True)

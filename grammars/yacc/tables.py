@@ -1,4 +1,4 @@
-"""Parse tables: the action of each state at each terminal, with conflicts resolved as in yacc."""
+"""Parse tables: the action of each state at each terminal. Conflicts are resolved as in yacc."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_ENTRIES = 1 << 23
 class ParseTables:
     """The tables of a parser.
 
-    ``actions`` [num_states * num_terminals]: 0 is an error, else ``number << 2 | kind`` with kind
-    SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states * num_nonterminals]:
-    the state after a nonterminal, 0 for none. The tables do not have default reductions: each
-    reduction is entered only at the terminals that can follow it.
+    ``actions`` [num_states * num_terminals]: 0 is an error. Any other action is ``number << 2 |
+    kind``, where kind is SHIFT (to a state), REDUCE (a production) or ACCEPT. ``gotos`` [num_states
+    * num_nonterminals]: the state after a nonterminal, 0 if there is none. The tables do not have
+    default reductions: each reduction is entered only at the terminals that can follow it.
     """
 
     num_terminals: int
@@ -53,9 +53,9 @@ class ConflictChoice:
 def make_tables(grammar: Grammar, states: list[State]) -> tuple[ParseTables, list[ConflictChoice]]:
     """The tables of an automaton, and the conflicts that precedences do not decide.
 
-    In such a conflict, a shift wins over a reduction, and an earlier rule over a later one. Raises
-    GrammarError if the tables have more than ``MAX_ENTRIES`` entries, or if the parser could reduce
-    without end.
+    In such a conflict, a shift is preferred to a reduction, and an earlier rule to a later rule.
+    Raises GrammarError if the tables have more than ``MAX_ENTRIES`` entries, or if the parser could
+    reduce without end.
     """
     num_terminals = len(grammar.terminals)
     num_nonterminals = len(grammar.nonterminals)
@@ -131,10 +131,12 @@ def set_bits(bits: int) -> list[int]:
 
 
 def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
-    """Raises GrammarError if a state reduces empty rules at one terminal forever.
+    """Raises GrammarError if there are a state and a terminal at which the parser would reduce
+    empty rules forever.
 
-    Endless reductions are possible only if the grammar is not LR(1) and a conflict was decided for
-    the empty rule. They never pop the state in which they began, so each state is checked alone.
+    Endless reductions are possible only if the grammar is not LR(1) and a conflict was decided in
+    favour of the empty rule. They never pop the state in which they began. So it is sufficient to
+    check each state alone.
     """
     terminals = tables.num_terminals
     for state in range(tables.num_states):

@@ -1,10 +1,11 @@
-"""Computes the complement of a pattern: a pattern of the strings in which the given pattern does
-not match. Also computes a pattern of the strings in which it does match.
+"""Computes the complement of a pattern. The complement matches the strings in which the pattern
+does not match at any place. ``matching`` rewrites a pattern that has anchors inside.
 
 The pattern is converted to an automaton (subset construction). This automaton or its complement is
-converted back to a pattern (state elimination). Validators of schemas differ in whether ``\\w``,
-``\\d`` and ``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end
-at the end of a string. The result has only strings about which all validators agree.
+converted back to a pattern (state elimination). Validators of schemas do not agree about all
+strings. For some of them, ``\\w``, ``\\d`` and ``\\s`` also match characters outside ASCII, and
+``$`` also matches before a line end at the end of a string. The result matches only strings about
+which all validators agree.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MAX_STATES = 60
 MAX_RESULT = 4_000
 """Maximum number of characters of the resulting pattern."""
 STEPS = 300
-"""The cost of computing a complement, except the subset construction. The unit is the time to visit
-one schema."""
+"""The cost of computing a complement, without the subset construction. A cost of 1 is the time to
+visit one schema."""
 NODES_OF_STEP = 60
 """Number of nodes that can be visited in the time of visiting one schema."""
 
@@ -47,7 +48,7 @@ _NEGATED = {
     op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
 }
 _MAYBE_INNER = re.compile(r"[^\\[]\^|\$.")
-"""Matches in every pattern that has an anchor inside, and in some others."""
+"""Matches in every pattern that has an anchor inside. Also matches in some other patterns."""
 _MAYBE_SPACES = frozenset((28, 29, 30, 31))
 """Characters that are white space only in Python."""
 
@@ -56,8 +57,8 @@ Chars = frozenset[int]
 
 def without(pattern: str, step: Callable[[int], None]) -> str:
     """A pattern of strings in which ``pattern`` does not match at any place. ``step`` counts the
-    work. Raises Unsupported if the pattern is not valid, exceeds the bounds, or has a construct
-    other than characters, classes, groups, alternatives, repetitions and anchors."""
+    work. Raises Unsupported if the pattern is not valid or exceeds the bounds. The pattern may only
+    have characters, classes, groups, alternatives, repetitions and anchors."""
     step(STEPS)
     return f"^{_Eliminated(_states(_automaton(pattern), step)).pattern()}$"
 
@@ -71,13 +72,14 @@ def matching(pattern: str, step: Callable[[int], None]) -> str:
 
 
 def may_have_inner_anchor(pattern: str) -> bool:
-    """Whether ``has_inner_anchor`` may be true. This check takes less time."""
+    """Whether ``has_inner_anchor`` may be true. This function takes less time than
+    ``has_inner_anchor``."""
     return _MAYBE_INNER.search(pattern) is not None
 
 
 def has_inner_anchor(pattern: str) -> bool:
-    """Whether a pattern has ``^`` after its beginning or ``$`` before its end, which llguidance
-    does not implement. False if the pattern is not valid or exceeds the bounds."""
+    """Whether a pattern has ``^`` after its beginning, or ``$`` before its end. llguidance does not
+    implement such anchors. False if the pattern is not valid or exceeds the bounds."""
     try:
         return may_have_inner_anchor(pattern) and _has_inner_anchor(_parsed(pattern), True, True)
     except Unsupported:
@@ -85,7 +87,8 @@ def has_inner_anchor(pattern: str) -> bool:
 
 
 def _has_inner_anchor(nodes: Any, first: bool, last: bool) -> bool:
-    """``first``, ``last``: whether the nodes are at the beginning or the end of the pattern."""
+    """``first``: whether the nodes are at the beginning of the pattern. ``last``: whether they are
+    at its end."""
     others = [at for at, (operator, _) in enumerate(nodes) if operator is not op.AT]
     for at, (operator, value) in enumerate(nodes):
         begins = first and (not others or at <= others[0])
@@ -108,7 +111,7 @@ def _has_inner_anchor(nodes: Any, first: bool, last: bool) -> bool:
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
     """Whether a pattern matches at some place of a text. ``step`` counts the work, which is
     proportional to the length of the text. Raises Unsupported if the text has a line feed or a
-    character outside ASCII, and if ``without`` would raise it for the pattern."""
+    character outside ASCII, or if ``without`` does not support the pattern."""
     if not text.isascii() or "\n" in text:
         raise Unsupported
     automaton = _automaton(pattern)
@@ -123,7 +126,8 @@ def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
 
 
 def _automaton(pattern: str, certain: bool = False) -> _Automaton:
-    """``certain``: a character matches only if it matches for all validators."""
+    """The automaton of a pattern. If ``certain`` is true, a character matches only if it matches
+    for all validators."""
     automaton = _Automaton(certain)
     automaton.end = automaton.sequence(automaton.node(), _parsed(pattern))
     return automaton
@@ -152,8 +156,9 @@ class _Automaton:
         self.steps: list[list[tuple[Chars, int]]] = []
         """By node: the characters that lead to another node."""
         self.free: list[list[tuple[str, int]]] = []
-        """By node: the nodes that are reached without a character, each with a condition: always
-        (""), only at the beginning ("^") or only at the end ("$") of the string."""
+        """By node: the nodes that are reached without a character, each with a condition. The
+        condition is "" (always), "^" (only at the beginning of the string) or "$" (only at the end
+        of the string)."""
         self.end = 0
 
     def node(self) -> int:
@@ -215,8 +220,8 @@ class _Automaton:
         return after
 
     def closure(self, nodes: Chars, conditions: str) -> Chars:
-        """The nodes that are reached from ``nodes`` without a character, if only ``conditions``
-        hold."""
+        """``nodes``, and the nodes that are reached from them without a character. ``conditions``:
+        the conditions that hold at this place of the string."""
         found, left = set(nodes), list(nodes)
         while left:
             for condition, after in self.free[left.pop()]:
@@ -235,8 +240,9 @@ _ANCHORS = {
 
 
 def _chars(operator: Any, value: Any, certain: bool) -> Chars | None:
-    """The characters that a parser node may match; None if it does not match exactly one
-    character. ``certain``: only the characters that it matches for all validators."""
+    """The characters that a parser node may match; None if the node does not match exactly one
+    character. If ``certain`` is true, only the characters that the node matches for all
+    validators."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.NOT_LITERAL:
@@ -253,8 +259,9 @@ def _chars(operator: Any, value: Any, certain: bool) -> Chars | None:
 
 
 def _of_class(operator: Any, value: Any, every: bool) -> Chars:
-    """The characters that an element of a character class matches for every validator. If ``every``
-    is false, the characters that it matches for at least one validator."""
+    """The characters that an element of a character class matches. If ``every`` is true, each
+    character matches for every validator. If it is false, each character matches for at least one
+    validator."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.RANGE:
@@ -282,9 +289,9 @@ def _states(
     automaton: _Automaton, step: Callable[[int], None], negated: bool = True
 ) -> dict[int, dict[int, Chars]]:
     """Maps each state of the subset construction to its next states, with the characters that lead
-    to them. State 0 is the start. The next state -1 stands for the end of the string, which is
-    allowed after a match. If ``negated`` is true, the end is allowed only if there was no match,
-    and a state after a match has no next states."""
+    to them. State 0 is the start. The next state -1 stands for the end of the string. If
+    ``negated`` is false, the string may end after a match. If ``negated`` is true, it may end only
+    if there was no match, and a state after a match has no next states."""
     classes = _classes(automaton)
     first = automaton.closure(frozenset((0,)), "^")
     searching = automaton.closure(frozenset((0,)), "")

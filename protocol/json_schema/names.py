@@ -1,4 +1,4 @@
-"""Restricts the names of properties: ``propertyNames`` becomes ``properties``,
+"""Restricts the names of properties. Other keywords replace ``propertyNames``: ``properties``,
 ``patternProperties`` and ``additionalProperties``."""
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _without(names: Any, found: Schema, step: Callable[[int], None]) -> None:
 
 
 def _forbid(found: Schema, is_forbidden: Callable[[str], bool]) -> Schema:
-    """Forbids each declared or required name for which ``is_forbidden`` is true: its schema in
-    ``properties`` becomes False. Returns the new ``properties``."""
+    """Forbids each declared or required name for which ``is_forbidden`` is true. The schema of such
+    a name in ``properties`` becomes False. Returns the new ``properties``."""
     properties: Schema = dict(found.get("properties", {}))
     for name in [*properties, *found.get("required", ())]:
         if is_forbidden(name):
@@ -130,8 +130,8 @@ def _pattern(pattern: Any) -> str:
 
 def hazards(root: Any, step: Callable[[int], None]) -> bool:
     """Whether llguidance may allow additional properties that the schema forbids. This may happen
-    if a value has to match two schemas, one with ``patternProperties`` and one that restricts
-    additional properties. In this case, llguidance allows all names that match the patterns.
+    if a value has to match two schemas. One of them has ``patternProperties``, and the other
+    restricts additional properties. llguidance then allows all names that match the patterns.
 
     ``step`` counts the visited schemas.
     """

@@ -1,11 +1,11 @@
-"""Negates schemas. The negation of a schema is a list of alternatives, which are schemas that use
-only keywords that llguidance implements.
+"""Negates schemas. The negation of a schema is a list of alternatives. Each alternative is a
+schema, and has only keywords that llguidance implements.
 
-A value that matches an alternative does not match the original schema. The converse has exceptions:
-these values do not match the original schema, and do not match an alternative either. If the type
-``integer`` is negated, no number matches. If an item of an array has to violate a schema, only the
-first ``MAX_PLACES`` items are considered. If an additional property has to violate a schema, only
-names that the other schemas declare are considered.
+A value that matches an alternative does not match the original schema. But the alternatives do not
+allow all values that do not match the original schema. If the type ``integer`` is negated, the
+alternatives allow no number. If an item of an array has to violate a schema, the alternatives only
+allow a violation in the first ``MAX_PLACES`` items. If an additional property has to violate a
+schema, they only allow names that the other schemas declare.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .parts import (
 )
 
 MAX_PLACES = 8
-"""If some item of an array has to match a schema, only this number of first items is considered."""
+"""If an item of an array has to match a schema, only the first items are considered, up to this
+number."""
 MAX_VALUES = 64
 """Maximum number of values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
@@ -42,8 +43,8 @@ MAX_ONE_OF = 16
 """Maximum number of alternatives of a ``oneOf``."""
 
 _NOTHING = frozenset(("then", "else", "minContains", "maxContains", "prefixItems"))
-"""Keywords that are not negated by themselves, but together with another keyword of the same
-schema."""
+"""Keywords without a negation of their own. Each is negated together with another keyword of the
+same schema."""
 _UNSUPPORTED = frozenset(
     {"patternProperties", "additionalItems", "multipleOf", "propertyNames"}
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
@@ -110,8 +111,8 @@ class Negation:
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """A context in which the schemas of another value, such as an item, are negated. In this
-        context, ``names`` is empty."""
+        """A context for negating the schemas of another value, such as an item. In this context,
+        ``names`` is empty."""
         names, self.names = self.names, []
         try:
             yield
@@ -353,8 +354,8 @@ value."""
 
 
 def places(items: list[Any], draft: int) -> Iterator[Any]:
-    """For each index of ``items``, yields a schema that allows the arrays whose item at this index
-    matches the schema ``items[index]``. Skips indices where ``items[index]`` is False."""
+    """Yields one schema for each index of ``items``. The schema allows the arrays whose item at
+    this index matches ``items[index]``. Skips an index if ``items[index]`` is False."""
     prefix = "prefixItems" if draft == 2020 else "items"
     for number, item in enumerate(items):
         if item is not False:
@@ -380,8 +381,8 @@ def _having(name: str, value: Any) -> Any:
 
 def _between(numbers: list[int | float]) -> Iterator[Schema]:
     """Yields schemas that together allow all numbers except ``numbers``, which are sorted. Each
-    schema is an interval. An interval that is shorter than 1 and has an integer at one end is left
-    out, because llguidance would allow the integer."""
+    schema is an interval. Intervals that are shorter than 1 and have an integer at one end are left
+    out, because llguidance would allow this integer."""
     yield {"type": "number", "exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         if high - low < 1 and (low == int(low) or high == int(high)):

@@ -13,8 +13,8 @@ Schema = dict[str, Any]
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 """The types of JSON values. An integer is of type ``number``."""
 DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
-"""The number of a draft, by a text that ``$schema`` contains. A schema without such a text is of
-draft 2020-12."""
+"""The number of each draft, by a text in ``$schema``. If ``$schema`` has none of these texts, the
+schema is of draft 2020-12."""
 _FIRST = {
     "const": 6,
     "contains": 6,
@@ -179,8 +179,8 @@ def excluding(words: Sequence[str]) -> str:
 
 
 def _after(words: list[str], at: int) -> str:
-    """A pattern of what may follow the first ``at`` characters of a string that is not in
-    ``words``. All words have the same first ``at`` characters, and the string has them too."""
+    """A pattern of the rest of a string after its first ``at`` characters. The string is not one of
+    ``words``, but its first ``at`` characters are those of all ``words``."""
     longer = [word for word in words if len(word) > at]
     firsts = sorted({word[at] for word in longer})
     others = f"[^{''.join(map(written, firsts))}]" if firsts else "(?s:.)"

@@ -1,8 +1,8 @@
 """Relaxes schemas: leaves out the keywords that token masks cannot enforce.
 
-A relaxed schema allows all values that the original schema allows, and further values. So a value
-that was generated under the relaxed schema must also be checked against the *weakened places*: the
-parts of the original schema that have lost a keyword.
+A relaxed schema allows all values that the original schema allows, and further values. The
+*weakened places* are the parts of the original schema that have lost a keyword. A value that was
+generated under the relaxed schema must also be checked against these places.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Measure = Literal[
     "keywords", "original", "patterns", "references", "counts", "texts", "look_around"
 ]
 """Kinds of keywords that can be left out. ``keywords``: keywords that llguidance does not
-implement; they are always left out. ``original``: the keywords that the rewriting replaces, if the
-rewritten form is too large. ``look_around``: each ``pattern`` with look-ahead or look-behind. The
-other kinds are keywords that llguidance refuses in some schemas. ``patterns``:
+implement; they are always left out. ``original``: the keywords that the rewriting replaces; they
+are left out if the rewritten schema is too large. ``look_around``: each ``pattern`` with look-ahead
+or look-behind. The other kinds are keywords that llguidance refuses in some schemas. ``patterns``:
 ``patternProperties``. ``references``: the keywords next to a circular ``$ref``. ``counts``: the
 bounds of the number of properties. ``texts``: ``pattern`` in the members of ``allOf``, and in their
 alternatives and references."""
@@ -68,9 +68,9 @@ def relaxed(
     empty: frozenset[str] = frozenset(),
 ) -> Relaxed:
     """Relaxes ``made``, which is the rewritten form of the schema ``root``. ``measures``: the kinds
-    of keywords to leave out, in addition to ``keywords``. If ``original`` is one of them, ``root``
-    itself is relaxed. ``empty``: references whose targets do not allow any value; they are replaced
-    by ``false``."""
+    of keywords to leave out, in addition to ``keywords``. If ``measures`` has ``original``,
+    ``root`` itself is relaxed. ``empty``: references whose targets allow no value. They are
+    replaced by ``false``."""
     if "original" in measures:
         made = root
     relaxer = _Relaxer(made, measures, empty)
@@ -95,9 +95,9 @@ class _Relaxer:
         self.keywords: dict[str, None] = {}
 
     def part(self, schema: Any, original: Any, path: Path) -> Any:
-        """Relaxes a part. ``original``: the part at ``path`` in the original schema from which this
-        part was made. None if the rewriting has added this part; ``path`` then leads to a place
-        above it."""
+        """Relaxes a part of the rewritten schema. ``original``: the part of the original schema, at
+        ``path``, from which this part was made. If the rewriting has added this part, ``original``
+        is None, and ``path`` leads to a place above the part."""
         if not isinstance(schema, dict) or len(path) > MAX_DEPTH:
             return schema
         if path and self._empty and str(schema.get("$ref")) in self._empty:
@@ -199,8 +199,8 @@ class _Relaxer:
             self.places[(*path, "additionalProperties")] = None
 
     def _without_siblings(self, schema: Schema, path: Path) -> Schema:
-        """Removes the other keywords of a schema that has a circular reference, either itself or in
-        a member of its ``anyOf``, ``oneOf`` or ``allOf``. One member of ``allOf`` stays."""
+        """If a schema, or a member of its ``anyOf``, ``oneOf`` or ``allOf``, is a circular
+        reference, removes the other keywords of the schema. One member of ``allOf`` stays."""
         kept = next((name for name in _COMBINING if self._leads_back(schema.get(name))), None)
         if kept is None:
             return schema
@@ -218,8 +218,7 @@ class _Relaxer:
         return rest
 
     def _leads_back(self, value: Any) -> bool:
-        """Whether a value is a circular reference, a schema with such a reference, or a list with
-        such a schema."""
+        """Whether a value is a circular reference, or a schema or a list that contains one."""
         if isinstance(value, list):
             return any(map(self._leads_back, value))
         if isinstance(value, dict):
@@ -227,7 +226,8 @@ class _Relaxer:
         return self._is_circular(value)
 
     def _is_circular(self, reference: Any) -> bool:
-        """Whether the target of a reference has a reference that leads to the target again."""
+        """Whether a reference is circular: the target contains a reference that leads to the target
+        again."""
         if not isinstance(reference, str):
             return False
         if reference not in self._circular:
@@ -286,8 +286,8 @@ def _references(root: Any, reference: str) -> Iterator[str]:
 
 
 def _tree(paths: Iterable[Path]) -> dict[str, Any]:
-    """A tree of paths: a dict with the first key of each path. Each value is the tree of the rest
-    of the paths that begin with this key."""
+    """A tree of paths: a dict with the first key of each path. The value of a key is the tree of
+    all paths that begin with this key, without the key."""
     root: dict[str, Any] = {}
     for path in paths:
         found = root

@@ -37,8 +37,8 @@ from .unevaluated import evaluated
 MAX_STEPS = 20_000
 """Maximum number of schemas that are visited. Visiting this number takes about 0.1 s."""
 MAX_DISTINCT = 4
-"""Maximum number of different values that an array's items may have. Up to this number,
-``_distinct`` lists all arrays without equal items."""
+"""Maximum number of different values that the items of an array may have. If a schema allows more
+values, ``_distinct`` does not list the arrays without equal items."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
 MAX_NESTED = 120
@@ -89,9 +89,9 @@ class Rewritten(NamedTuple):
 
 
 def rewritten(root: Any) -> Rewritten:
-    """Rewrites a schema. Returns it unchanged if it is not valid, is of draft 3, or has a part with
-    its own ``$id``. Also returns it unchanged if the rewritten form exceeds a bound, or if
-    llguidance would not enforce the rewritten form."""
+    """Rewrites a schema. A schema is returned unchanged if it is not valid, is of draft 3, or has a
+    part with its own ``$id``. It is also returned unchanged if the rewritten schema exceeds a
+    bound, or if llguidance would not enforce the rewritten schema."""
     unchanged = Rewritten(root, [], [])
     if not isinstance(root, dict) or draft_of(root) == 3 or not needs_rewriting(root):
         return unchanged
@@ -151,8 +151,8 @@ def _is_text_rewritten(schema: Schema) -> bool:
 
 
 def _forbidden(schema: Schema) -> str | None:
-    """The only pattern in ``patternProperties``, if its schema is ``false``, so that it forbids the
-    names that match it. Otherwise None."""
+    """The pattern whose matching names a schema forbids: the only pattern in ``patternProperties``,
+    with the schema ``false``. None if there is no such pattern."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict) or list(patterns.values()) != [False]:
         return None
@@ -287,8 +287,7 @@ class _Rewriter:
             found |= before
 
     def _negated(self, schema: Any, *others: Any) -> Any:
-        """The negation of a schema. It is only used for values that also have to match the schemas
-        ``others``."""
+        """The negation of a schema, for values that also have to match the schemas ``others``."""
         before = self._negation.names
         self._negation.names = list(
             dict.fromkeys(name for one in others for name in names_of(self._root, one, self.step))
@@ -381,8 +380,8 @@ class _Rewriter:
         return ()
 
     def _forbidden_names(self, _: Schema, found: Schema) -> Iterable[Any]:
-        """Rewrites ``patternProperties`` if it forbids all names that match its pattern. Otherwise,
-        llguidance would allow such a name, and no value could follow it."""
+        """Rewrites ``patternProperties`` if it forbids all names that match its pattern. Without
+        the rewriting, llguidance would allow such a name, and no value could follow it."""
         pattern = _forbidden(found)
         if pattern is None or self._skipped or "propertyNames" in found:
             return ()

@@ -1,5 +1,5 @@
-"""Finds the properties that the keywords next to ``unevaluatedProperties`` evaluate, and to which
-it therefore does not apply."""
+"""Finds the properties that a schema evaluates. ``unevaluatedProperties`` in the same schema does
+not apply to these properties."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from tokenbus.clients.gateway.__main__ import main
-from tokenbus.clients.gateway.templates import Templates
+from tokenbus.clients.gateway.templates.templates import Templates
 
 render = Templates.render
 

@@ -337,6 +337,17 @@ def test_uploads_go_to_workers_that_take_modules_and_carry_the_tenant(bench: Ben
     assert list(out.frames[3:]) == [b"wasm", b"key of d"]
 
 
+def test_uploads_do_not_take_the_places_of_controllers(bench: Bench) -> None:
+    controller_worker(bench, "a", capacity=2)
+    for stream in (1, 2, 3):
+        bench.client("mallory", "UPLOAD", {"stream_id": stream})
+    assert [kind for kind, _ in bench.to_worker("a")] == ["UPLOAD", "UPLOAD", "UPLOAD"]
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.send("gpu", "START", START, Header(header.request))
+    assert [kind for kind, _ in bench.to_worker("a")] == ["START"]
+
+
 def test_an_upload_that_is_too_large_goes_no_further(bench: Bench) -> None:
     controller_worker(bench, "any")
     frames = [b"UPLOAD", msgspec.json.encode({"stream_id": 1}), bytes(MAX_MODULE_BYTES + 1)]

@@ -210,7 +210,7 @@ def test_who_may_drain_what(bench: Bench) -> None:
     bench.worker("a")
     [(_, error)] = bench.client("c", "DRAIN", {"stream_id": 1, "worker": "z"})
     assert (error["code"], error["path"]) == ("invalid_field", "$.worker")
-    assert "registered are: a" in error["message"]
+    assert "registered workers: a" in error["message"]
     [(_, error)] = bench.client("k", "DRAIN", {"stream_id": 1, "worker": "a"}, key="a tenant")
     assert error["code"] == "not_allowed"
     assert kinds(bench, "a") == []

@@ -9,7 +9,7 @@ import pytest
 from tokenbus.broker.pools import Pool, Pools
 from tokenbus.broker.sessions import MAX_ENDED
 from tokenbus.broker.sweep import Sweep
-from tokenbus.broker.worker import Worker, WorkerState
+from tokenbus.broker.worker import STORE_REQUESTS, Worker, WorkerState
 from tokenbus.protocol.messages import ModelInfo, Token
 
 from ..worlds.broker import Bench, generate
@@ -54,7 +54,8 @@ def _draw(worker: Worker, rng: random.Random) -> None:
 
 def _accepts(worker: Worker) -> bool:
     ready = worker.state is WorkerState.READY and not worker.step_age_s
-    return ready and len(worker.requests) < worker.capacity
+    most = STORE_REQUESTS if worker.role == "controller" else worker.capacity
+    return ready and len(worker.requests) < most
 
 
 def _default(workers: dict[int, Worker]) -> str:

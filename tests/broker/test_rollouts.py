@@ -225,7 +225,7 @@ def test_only_the_operator_may_change_a_model(bench: Bench, kind: str) -> None:
         ({"size": 5}, "invalid_field", "has a folder and also the name, size or sha256"),
         ({"folder": "", "shared": "../x"}, "invalid_field", "is not the name of shared memory"),
         ({"folder": "", "size": 5, "sha256": "A" * 64}, "invalid_field", "is not a SHA-256"),
-        ({"model": "other"}, "unknown_model", "served are: m"),
+        ({"model": "other"}, "unknown_model", "served models: m"),
         ({"mode": "fast"}, "invalid_field", "expected 'keep' or 'recompute', not 'fast' at $.mode"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_call_whose_worker_does_not_return_fails(bench: ToolBench) -> None:
     bench.pass_time(5.25)
     [answer] = bench.answers()
     assert (answer.request, answer.code) == (request, "no_worker")
-    assert answer.error == "no worker serves the tool 'search'; served are: add"
+    assert answer.error == "no worker serves the tool 'search'; the served tools: add"
 
 
 def test_one_client_leaves_waiting_places_for_others(bench: ToolBench) -> None:
@@ -194,7 +194,7 @@ def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBe
     [answer] = bench.answers()
     assert (answer.code, answer.error) == (
         "no_worker",
-        "no worker serves the tool 'nope'; served are: add, search",
+        "no worker serves the tool 'nope'; the served tools: add, search",
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml  # type: ignore[import-untyped]
+from tokenbus.clients.gateway.connections.server import READY_SEEN_S
 from tokenbus.clients.gateway.metrics import FAMILIES, PREFIX
-from tokenbus.clients.gateway.server import READY_SEEN_S
 from tokenbus.protocol.endpoints import separate
 from tokenbus.protocol.settings import Settings, resolve
 

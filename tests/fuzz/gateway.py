@@ -20,13 +20,14 @@ from tokenbus.clients.gateway.aici.completions import AiciCompletion
 from tokenbus.clients.gateway.aici.modules import SetTags
 from tokenbus.clients.gateway.aici.runs import RunRequest
 from tokenbus.clients.gateway.anthropic.bodies import Messages
-from tokenbus.clients.gateway.anthropic.conversation import to_conversation
-from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import Body, decode_body, read_body
+from tokenbus.clients.gateway.connections.connection_memory import MAX_EARLY_BYTES
+from tokenbus.clients.gateway.connections.http_protocol import http_protocol
+from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.conversation.tools import calling
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.http_protocol import http_protocol
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.llama_cpp import LlamaRequest
 from tokenbus.clients.gateway.ollama.bodies import ChatRequest as OllamaChat
 from tokenbus.clients.gateway.ollama.bodies import GenerateRequest as OllamaGenerate
@@ -36,13 +37,12 @@ from tokenbus.clients.gateway.openai.embeddings import EmbeddingsRequest
 from tokenbus.clients.gateway.openai.rerank import RerankRequest, ScoreRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
-from tokenbus.clients.gateway.openai.response_tools import OfferedTools
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
-from tokenbus.clients.gateway.tunnel_requests import TunnelRequests
+from tokenbus.clients.gateway.tunnels.plain_lmtp import PlainLmtp
+from tokenbus.clients.gateway.tunnels.tunnel_requests import TunnelRequests
 from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.lines import error_line, line_frames
 from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES
@@ -93,15 +93,11 @@ def run_bodies(data: bytes) -> None:
 
 def _use(body: Body, ignored: Ignored) -> None:
     match body:
-        case ChatRequest():
-            conversation = body.to_conversation()
+        case ChatRequest() | Messages():
+            conversation = body.to_conversation({})
         case ResponsesRequest():
             items = read_items(body.input, ignored)
-            conversation = body.to_conversation(
-                items, OfferedTools.of(body.given_tools(items), ignored)
-            )
-        case Messages():
-            conversation = to_conversation(body)
+            conversation = ResponseQuestion(body, items, ignored).to_conversation({})
         case OllamaChat() | OllamaGenerate():
             conversation = body.to_conversation(ignored)
         case LlamaRequest():
@@ -220,6 +216,9 @@ class Connection(asyncio.Transport):
     def resume_reading(self) -> None:
         pass
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
 
 _ANSWER = TokenbusError("internal", "an answer")
 
@@ -286,6 +285,7 @@ async def _converse(config: uvicorn.Config, data: bytes) -> None:
     for _ in range(6):
         await asyncio.sleep(0)
     assert not failed, failed[0]
+    assert kind.early.free == MAX_EARLY_BYTES
 
 
 def _conversations() -> Iterator[bytes]:

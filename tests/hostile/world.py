@@ -25,7 +25,7 @@ from .takeovers import SHORT, compile_library
 ROOT = Path(__file__).parents[2]
 PROMPT = "def add(a, b):"
 CALM_TOKENS = 40
-BOUND_S = 120.0
+BOUND_S = 400.0
 MAX_DESCRIPTORS = 4 * MAX_CHANNELS
 """Maximum number of open descriptors of the controller worker in addition to those at the start:
 two for each channel of two processes."""

@@ -48,6 +48,14 @@ class Lmtp(ABC):
         self.send_line(f"{kind} {json.dumps(body)}")
 
     def receive(self) -> tuple[str, Any]:
+        """The type and the body of the next message that is not SYSTEM, because a busy machine may
+        cause events of streams."""
+        kind, body = self.receive_any()
+        while kind == "SYSTEM":
+            kind, body = self.receive_any()
+        return kind, body
+
+    def receive_any(self) -> tuple[str, Any]:
         """The type and the body of the next message."""
         kind, _, body = self.receive_line().partition(" ")
         return kind, json.loads(body)

@@ -33,7 +33,7 @@ class System:
     def run(self, controller: str | bytes, **options: Any) -> list[GeneratedSequence]:
         """Runs a request to its end. If ``controller`` is a module, the client uploads it first."""
         name = controller if isinstance(controller, str) else self.upload(controller)
-        given = {"max_tokens": 5, "ignore_eos": True, "timeout_s": 300.0, "text": False} | options
+        given = {"max_tokens": 5, "ignore_eos": True, "timeout_s": 550.0, "text": False} | options
         return self.client.generate("x = 1", controller=name, **given).wait()
 
     def upload(self, wasm: bytes) -> str:

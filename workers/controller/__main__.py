@@ -1,8 +1,8 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: runs a controller worker.
 
 Environment variables configure the worker. If arguments are given, the worker serves only the
-Python controllers that they name. Otherwise it serves uploaded modules and scripts, and the
-built-in controllers.
+Python controllers that they name. Without arguments, the worker serves uploaded modules and
+scripts, and the built-in controllers.
 """
 
 from __future__ import annotations

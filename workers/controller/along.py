@@ -2,14 +2,14 @@
 draft is a list of tokens that the GPU worker expects next.
 
 A built-in constraint computes its masks along a draft in one call. Any other controller must allow
-drafts with ``takes_drafts``. It is copied, and the copy runs the rounds that the controller would
-run if the draft's tokens were sampled. The copy stops before a decision that does more than sample.
-It also stops if it uses a variable, an input or a tool, sends a text to the client, or writes to
-the log. The copy is then dropped.
+drafts with ``takes_drafts``. The worker copies such a controller. The copy runs the rounds that the
+controller would run if the draft's tokens were sampled. The copy stops before a decision that does
+more than sample. It also stops if it uses a variable, an input or a tool, sends a text to the
+client, or writes to the log. The copy is then dropped.
 
 When tokens of the draft have been sampled, the controller itself runs the round of each token. So
-the controller receives the same calls as without drafts, but only after all of these tokens were
-sampled.
+the controller receives the same calls as without drafts. It receives them after all of these tokens
+were sampled.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Place:
     """The row of the shared file (``masks.py``) that ``mask`` refers to. None if masks are sent as
     attachments."""
     bias_view: memoryview | None = None
-    """The buffer for a bias in the row ``row``. None without a row, or if the shared file has no
-    room for biases."""
+    """The buffer for a bias in the row ``row``. None if ``row`` is None, or if the shared file has
+    no room for biases."""
     biased: bool = False
     """Whether the last stored decision had a bias."""
     bias: bytes = b""
@@ -135,8 +135,8 @@ def goes_on(answer: Answer) -> bool:
 
 class _NoVariables:
     """Replaces the variables in a copy that runs along a draft. Every method raises an error, which
-    stops the copy. Otherwise, other sequences could see effects of tokens that are never
-    sampled."""
+    stops the copy. If a copy could use variables, other sequences might see effects of tokens that
+    are never sampled."""
 
     def get(self, name: str) -> NoReturn:
         """Raises an error: a copy must not use variables."""

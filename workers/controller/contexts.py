@@ -1,5 +1,5 @@
 """Saves and opens contexts. A *context* has the tokens of a sequence that a program has saved under
-a name. Any program of the same tenant can open the context, at any worker with the same model."""
+a name. Programs of the same tenant can open the context, at each worker with the same model."""
 
 from __future__ import annotations
 

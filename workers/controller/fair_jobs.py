@@ -40,7 +40,8 @@ class Turn:
     expected_s: float = 0.0
     """CPU time of the tenant's previous job, in seconds."""
     running: int = 0
-    """Number of slots (places of the pool for running jobs) that the tenant's jobs have."""
+    """Number of slots that the tenant's jobs have. A slot is a place of the pool for a running
+    job."""
     waiting: int = 0
     """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
@@ -109,8 +110,8 @@ class FairJobs:
                 self._place(turn)
 
     def take(self) -> Taken | None:
-        """The next job that may begin, which has a slot until ``end`` or ``pause``; None if no job
-        may begin."""
+        """The next job that may begin. The job has a slot until ``end`` or ``pause`` is called.
+        None if no job may begin."""
         with self._lock:
             if not self._order:
                 if not self._size:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 
 QUESTION_S = 0.0001
-"""CPU time in seconds that is counted for each question. A *question* is a request of a guest to
-the worker during a call, such as an access to a variable. This time counts towards the limit of the
-call. The real CPU time of a question is not counted, because it can triple on a busy machine. A
-correct call with several questions could then fail. ``process.MAX_QUESTIONS`` also bounds the
-number of questions."""
+"""A *question* is a request of a guest to the worker during a call, such as an access to a
+variable. Each question counts as this number of seconds of CPU time, towards the limit of the call.
+The real CPU time of a question is not counted, because it can triple on a busy machine. A correct
+call with several questions could then fail. ``process.MAX_QUESTIONS`` also bounds the number of
+questions."""
 
 
 class _ThisThread(threading.local):

@@ -44,9 +44,10 @@ class GuestMemory:
             if mine > self._total - used:
                 raise ControllerError(
                     Code.CONTROLLER_FAILED,
-                    f"the controllers of this client would have {mine} bytes of memory, and all "
-                    f"clients {used} of {self._total} on this worker; a client may not have more "
-                    "than the remaining free memory, so let other requests end first",
+                    f"the controllers of this client would use {mine} bytes of memory; the "
+                    f"controllers of all clients would use {used} of {self._total} bytes on this "
+                    "worker; a client may not use more memory than remains free; try again when "
+                    "other requests have ended",
                 )
             self._by_tenant[tenant] = mine
             self._used = used

@@ -59,14 +59,14 @@ class Stored(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The answer to a write. A write is done if ``when_version_is`` is None, or if it is the
+    """The answer to a write. A write is done if ``when_version_is`` is None or equals the
     variable's version."""
 
     ok: bool
     version: int
     """The variable's version after the operation; 0 if the variable does not exist."""
     value: bytes = b""
-    """The variable's value if the write was not done; otherwise empty."""
+    """The variable's value if the write was not done; empty if it was done."""
 
 
 class Variables(Protocol):
@@ -82,8 +82,8 @@ class Variables(Protocol):
     def await_write(self, name: str, version: int = 1) -> Stored | None:
         """Like ``get``, but returns None if the variable's version is below ``version``. If the
         sequence then suspends, it is woken when this version is written. Other changes do not wake
-        it. It may be woken earlier if all sequences of the request are suspended
-        (``IdleGroups``)."""
+        the sequence. But the sequence may be woken earlier if all sequences of the request are
+        suspended (``IdleGroups``)."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it
@@ -164,15 +164,15 @@ class Host:
     """The distribution from which each token of the last post_process was sampled; empty if the
     tokens were appended, or if the controller did not query the distribution."""
     scores: Scores = field(default_factory=list)
-    """In the post_process after the action SCORE: the scores of the texts; otherwise empty."""
+    """The scores of the texts, in the post_process after the action SCORE; empty in other calls."""
     refusal: str = ""
-    """In the post_process after the action SAVE, OPEN or GENERATE: the reason for a failure;
-    otherwise empty. SAVE and OPEN fail if the context is not saved or opened. GENERATE fails if the
-    constraint of the text is not valid."""
+    """The reason for a failure, in the post_process after the action SAVE, OPEN or GENERATE; empty
+    if the action has not failed. SAVE and OPEN fail if the context is not saved or opened. GENERATE
+    fails if the constraint of the text is not valid."""
     logprobs: Sequence[float | None] = ()
     """The log-probability of each token of the last post_process under the model's own
-    distribution, if the controller asked for it (``Answer.logprobs``); otherwise empty. In the
-    post_process after GENERATE, None stands for a token that was not sampled."""
+    distribution. Empty if the controller did not ask for log-probabilities (``Answer.logprobs``).
+    In the post_process after GENERATE, None stands for a token that was not sampled."""
 
     def give(
         self,

@@ -1,5 +1,5 @@
-"""Wakes idle groups. A group has the sequences of one request. It is *idle* if all of its sequences
-are suspended, and is woken some time after its last round.
+"""Wakes idle groups. A group has the sequences of one request. A group is *idle* if all of its
+sequences are suspended. An idle group is woken some time after its last round.
 
 If a tenant has many suspended sequences, its groups are woken less often. So their rounds leave
 time for other tenants.
@@ -85,8 +85,8 @@ class IdleQueue:
 
 
 def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> SequenceGroup | None:
-    """Removes the groups that are due, up to the first group that is not closed. Returns this
-    group, or None."""
+    """Removes groups that are due, until one of them is not closed. Returns this group; None if all
+    groups that are due are closed."""
     while groups and groups[0][0] <= now:
         _, group = groups.popleft()
         if not group.closed:

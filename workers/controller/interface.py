@@ -2,8 +2,9 @@
 
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
 sequence calls post_process with the new tokens, then pre_process and mid_process. ``rounds.py``
-makes these calls. This module defines their meaning. Calls for one sequence are made one after
-another. Calls for several sequences may run at the same time, on a pool of threads.
+makes these calls. This module defines the meaning of the calls. Calls for one sequence are made one
+after another. Calls for several sequences may run at the same time, on a pool of threads. A *draft*
+is a list of tokens that the GPU worker expects next.
 
 A call that fails raises TokenbusError. Then only the sequence of this call ends, and its client
 receives the error's message.
@@ -174,16 +175,16 @@ class TakesDrafts(Controller, Protocol):
         Writing stops before a decision that does more than sample, and before a token that the
         constraint forbids. The controller's own state does not change.
 
-        Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
-        and one more token. One post_process receives all these tokens; there is no round for each
-        token.
+        Called after a mid_process that wrote a mask. The GPU worker may then sample any prefix of
+        the draft, and one more token. A single post_process receives all these tokens.
         """
 
 
 @runtime_checkable
 class RunsAhead(Controller, Protocol):
-    """A controller that can be copied to compute the decisions after the tokens of a draft before
-    these tokens are sampled (``along.py``). It is copied only if ``takes_drafts`` is true."""
+    """A controller that can be copied. The copy computes the decisions after the tokens of a draft,
+    before these tokens are sampled (``along.py``). The controller is copied only if
+    ``takes_drafts`` is true."""
 
     @property
     def takes_drafts(self) -> bool:
@@ -199,9 +200,9 @@ class Batch(Protocol):
         """Runs one round for each turn. A turn has the number of a sequence in the batch, and the
         sampled token. Returns for each turn whether its round has ended.
 
-        If a round has ended, its token was accepted and the next mask is written. Otherwise the
-        caller must make the calls of this round. In this case the sequence is unchanged, or its
-        controller has stored the answers to these calls.
+        If a round has ended, its token was accepted and the next mask is written. If a round has
+        not ended, the caller must make the calls of this round. The sequence is then unchanged, or
+        its controller has stored the answers to these calls.
         """
 
 

@@ -20,8 +20,8 @@ class Limits:
     mid_s: float = 0.020
     post_s: float = 0.001
     script_s: float = 0.1
-    """Limit of each call of a script in MicroPython or QuickJS except ``init_prompt``, instead of
-    ``pre_s``, ``mid_s`` and ``post_s``."""
+    """Limit of each call of a script in MicroPython or QuickJS. This limit replaces ``pre_s``,
+    ``mid_s`` and ``post_s``, but not ``init_s``."""
     fuel_per_ms: int = 0
     """Wasm instructions that a guest may execute for each millisecond of a call's limit. Unlike the
     limit on CPU time, this limit stops a call at the same instruction on every machine. If 0, only

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 IN_ALL = 16
-"""Maximum total bytes that a log accepts until its sequence ends, as a multiple of ``limit``. The
-total is bounded because all output is stored until the stream ends."""
+"""Maximum total bytes that a log accepts until its sequence ends, as a multiple of the log's
+``limit``. The total is bounded because all output is stored until the stream ends."""
 
 
 class Log:

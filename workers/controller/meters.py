@@ -23,9 +23,9 @@ WEIGHT = 0.1
 class Meter:
     """The rounds of one controller. Thread-safe.
 
-    The CPU time of other rounds is estimated: their duration is multiplied by the CPU share of
-    measured rounds. This share is CPU time divided by duration. It is below 1, because rounds also
-    wait for the GIL and for variables.
+    The CPU time of some rounds is measured. The *share* of such a round is its CPU time divided by
+    its duration. The share is below 1, because rounds also wait for the GIL and for variables. The
+    CPU time of the other rounds is estimated: a round's duration times the average share.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,9 @@ of modules and tags from the state worker. It requests the bytes of a module fro
 worker that has the module.
 
 A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the
-thread pool (``pool.py``). The bus thread delivers the answers. Calls without an answer are sent
-again, because the broker and workers may have been restarted.
+thread pool (``pool.py``). The *bus thread*, which receives the worker's messages, delivers the
+answers. Calls without an answer are sent again, because the broker and workers may have been
+restarted.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ModuleCalls:
     """The calls of this worker that wait for an answer.
 
     ``post`` sends frames to the worker that their header names. If the header does not name a
-    worker, it sends the frames to every broker. ``post_once`` sends frames to one broker. Its
+    worker, ``post`` sends the frames to every broker. ``post_once`` sends frames to one broker. Its
     second argument is a number that selects the broker.
     """
 
@@ -99,9 +100,9 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # A write is sent to one broker only. Otherwise the state worker would
-                        # receive the write several times, and the answer to the second message
-                        # could arrive first.
+                        # A write is sent to one broker only. If each broker forwarded the write,
+                        # the state worker would receive it several times, and the answer to the
+                        # second message could arrive first.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)
@@ -124,8 +125,7 @@ class ModuleCalls:
         """The bytes of a module, from any worker that has them; raises UnavailableError if no
         worker sends them in time.
 
-        The bytes must match the module's id. If they do not, they are discarded and another worker
-        is chosen.
+        Bytes that do not match the module's id are discarded, and another worker is chosen.
         """
         answers: SimpleQueue[_Sent] = SimpleQueue()
         with self._lock:

@@ -1,5 +1,5 @@
 """The RESULT of a step: one message with the results of all sequences. If some rounds are slow,
-their results follow in further messages."""
+their results follow in further messages. A *group* has the sequences of one request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PendingResult:
         order: threading.Lock,
         flush_s: float = FLUSH_S,
     ) -> None:
-        """``flush_s``: like ``FLUSH_S``."""
+        """``flush_s``: used in place of ``FLUSH_S``."""
         self._gpu = gpu
         self._missing = rounds
         self._post = post
@@ -208,8 +208,8 @@ def _is_usual(result: StepResult) -> bool:
 
 def attach(group: SequenceGroup, result: StepResult, attachments: list[bytes]) -> bool:
     """Appends the masks and biases of a result to ``attachments``, unless they are in rows of the
-    shared file. Stores their positions in the result. Returns False if the sequence has ended
-    meanwhile."""
+    shared file (``masks.py``). Stores their positions in the result. Returns False if the sequence
+    has ended meanwhile."""
 
     def number(data: bytes) -> int:
         attachments.append(data)

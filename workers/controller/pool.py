@@ -1,14 +1,16 @@
 """The threads that run guests.
 
-Tenants have equal shares of the CPU time (``fair_jobs.py``).
+A *slot* is a place for one running job. Tenants have equal shares of the CPU time
+(``fair_jobs.py``).
 
 Quick rounds run one after another on one thread, because passing the GIL between threads takes
 longer than the rounds. If a round is slow, another thread is woken for the rounds that are queued
 after it.
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
-job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job
-that has finished waiting gets a slot from the share of its tenant, before the tenant's queued jobs.
+job. If all threads are in use, a new thread is started. So waiting guests do not delay other
+rounds. A job that has finished waiting gets a slot from the share of its tenant, before the
+tenant's queued jobs.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, and wakes up to ``hands`` threads for them, but not more threads
-        than there are slots."""
+        """Queues jobs of a tenant. Wakes at most ``hands`` threads for these jobs, and at most one
+        thread for each slot."""
         self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
@@ -281,7 +283,8 @@ _this_thread = _ThisThread()
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Wraps a wait in ``Pool.waiting`` of this thread's pool. Does nothing if the thread does not
-    belong to a pool, if jobs of its pool keep their slots, or inside another ``waiting``."""
+    belong to a pool, if jobs of its pool keep their slots, or if the thread is already in a
+    ``waiting``."""
     pool = _this_thread.pool
     if pool is None or pool.keeps_slots or _this_thread.waits:
         yield

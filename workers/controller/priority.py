@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 CLIENT_NICENESS = 5
-"""The nice value of these processes. If the cores are busy, such a process gets a third of the CPU
-time that a process of the system gets, for example the broker."""
+"""The nice value of the processes that run or compile clients' code. If the cores are busy, such a
+process gets a third of the CPU time that a process of the system gets, for example the broker."""
 LOW_NICENESS = 15
 """The nice value of a guest process during a long call. If the cores are busy, such a process gets
 a thirtieth of the CPU time that a process of the system gets."""
@@ -25,7 +25,7 @@ STARVED_S = 5.0
 without free cores, the call could exceed the time limits of its request."""
 MIN_SHARE = 0.1
 """A call counts as long only if its process uses at least this share of a core's time. A call that
-mostly waits does not."""
+mostly waits does not count as long."""
 _CAP_SYS_NICE = 1 << 23
 
 
@@ -69,7 +69,7 @@ class Priority:
 
 def _set_autogroup(pid: int, niceness: int) -> bool:
     """Sets the nice value of a session; returns whether the kernel has accepted the value. The
-    kernel may refuse a value, for example if another process has just set one."""
+    kernel may refuse a value, for example if another process has just set a value."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     except OSError:

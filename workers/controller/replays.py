@@ -5,7 +5,7 @@ operations on variables, which the state worker stores. If the decisions of a co
 on these inputs, the replay restores the controller's state.
 
 The replay returns only the results that the GPU worker may not have applied yet. For each sequence,
-these are the results after its latest recorded input or fork: a sampled token, scores, a
+these are the results after its last recorded event. An event is a sampled token, scores, a
 distribution, or a fork that the GPU worker has applied.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
@@ -52,8 +52,8 @@ class _Past:
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """The results since the last sampled token or the last applied fork, each with its number in
-    the order of all sequences' results."""
+    """The results since the last sampled token or the last applied fork, each with its position
+    among the results of all sequences."""
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
@@ -104,8 +104,8 @@ class GroupReplay:
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The recorded numbers of the ``more`` sequences that a fork creates; None if the GPU
-        worker has not applied the fork. Raises ControllerError if the sequence created another
-        number of sequences before the replay, or did not fork here."""
+        worker has not applied the fork. Raises ControllerError if, before the replay, the sequence
+        did not fork here or created a different number of sequences."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._replays:
@@ -136,8 +136,8 @@ class GroupReplay:
         begin: Callable[[], list[StepResult]],
         closed: Callable[[], bool],
     ) -> Steps:
-        """Runs ``begin`` and then all recorded rounds, or stops when ``closed()`` is true. Returns
-        the results to send."""
+        """Runs ``begin`` and then all recorded rounds. Stops early if ``closed()`` becomes true.
+        Returns the results to send."""
         replay = self._replays.setdefault(first.seq, Replay(first.seq, []))
         self._pasts[first.seq] = _Past(replay, first)
         stack = [first.seq, *self._take(begin())]

@@ -10,13 +10,13 @@ confirmed this operation and all earlier ones (``when_confirmed``). So if the wo
 receives the same answers.
 
 Another worker may continue the request while this worker still runs, for example because this
-worker was suspended. The first new operation of the other worker takes the next place. The state
-worker then refuses all operations of this worker, because their places are wrong, and the request
-ends in this worker.
+worker was suspended. The first new operation of the other worker takes the next place. The places
+of this worker's operations are then wrong. So the state worker refuses these operations, and the
+request ends in this worker.
 
 A worker without a copy waits for the state worker in each operation. A worker drops the copy when
 the copy becomes too large. Later workers of a request never use a copy, because two workers may run
-the request for a while.
+the request at the same time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ MAX_UNCONFIRMED = 64
 """Maximum operations of a request that the state worker has not confirmed."""
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
 """Maximum bytes of the unconfirmed operations of all requests of a worker. Each tenant has a share
-of this number. A tenant that exceeds its share waits for the confirmation of each operation. So it
-does not delay other tenants' operations at the state worker."""
+of this number. A tenant that exceeds its share waits for the confirmation of each operation. So the
+tenant does not delay other tenants' operations at the state worker."""
 OPERATION_BYTES = 4096
 """The bytes that are counted for an unconfirmed operation, in addition to its value."""
 
@@ -105,7 +105,7 @@ class RequestVariables:
         self._copy = VariableStorage()
         self._granted = 0
         self._others = 0
-        """Number of operations that the state worker has applied and the copy has not."""
+        """Number of operations that the state worker has applied but the copy has not."""
         self.failure = ""
         """Why the request cannot continue in this worker; empty while it can."""
         self._closed = False
@@ -121,8 +121,8 @@ class RequestVariables:
 
     @property
     def waits(self) -> bool:
-        """Whether an action may depend on an operation that is not confirmed. If so, it must be
-        passed to ``when_confirmed``."""
+        """Whether an action may depend on an operation that is not confirmed. If so, the action
+        must be passed to ``when_confirmed``."""
         return bool(self._unconfirmed or self._held)
 
     @property
@@ -160,8 +160,8 @@ class RequestVariables:
     def when_confirmed(self, action: Callable[[], None]) -> None:
         """Calls ``action`` as soon as all operations so far are confirmed: now, or later on another
         thread. Actions are called in the order in which they were passed to this method. ``action``
-        must not wait. It is dropped if an operation is refused, or if the request ends first. Call
-        ``flush`` afterwards."""
+        must not wait. ``action`` is dropped if an operation is refused, or if the request ends
+        first. Call ``flush`` afterwards."""
         with self._lock:
             if self.failure or self._closed:
                 return
@@ -237,8 +237,9 @@ class RequestVariables:
             self._end_turn()
 
     def _ahead(self, operation: Variable) -> tuple[VariableAnswer, int]:
-        """Answers an operation from the copy, and sends it. Returns the answer, and the number of
-        the operation if its confirmation must be awaited (``_send``), otherwise 0."""
+        """Answers an operation from the copy, and sends it. Returns the answer and a number. The
+        number is the operation's number if its confirmation must be awaited (``_send``), and 0 if
+        not."""
         copy = self._copy
         # A guest that runs again in a new process repeats its operations.
         repeated = copy.answered(operation)
@@ -264,8 +265,8 @@ class RequestVariables:
         return answer
 
     def _send(self, operation: Variable, answer: VariableAnswer) -> int:
-        """Sends an operation. Returns its number if the operation exceeds the share of the tenant,
-        otherwise 0."""
+        """Sends an operation. Returns the operation's number if the operation exceeds the tenant's
+        share, and 0 if it does not."""
         size = OPERATION_BYTES + len(operation.value)
         with self._lock:
             if self._closed:

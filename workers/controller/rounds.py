@@ -4,7 +4,8 @@ A round calls post_process with the sampled tokens, then pre_process and mid_pro
 or mid_process appends tokens, post_process and pre_process follow for these tokens.
 
 Each round has one result. The result may drop and append tokens. It then does one of the following:
-sample under a mask and a bias, read a distribution, score texts, fork, suspend or stop.
+sample under a mask and a bias, read a distribution, score texts, fork, suspend or stop. A *draft*
+is a list of tokens that the GPU worker expects next.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class ControlledSequence:
     """The bias of the last mid_process, which is sent as an attachment. Empty if that call had no
     bias, or if the bias is in a row."""
     along: list[Place] = field(default_factory=list)
-    """Buffers for the decisions after each token of a draft (``along.py``). They are rows of the
-    shared file if ``mask`` is a row."""
+    """Buffers for the decisions after each token of a draft (``along.py``). If ``mask`` is a row of
+    the shared file, these buffers are rows too."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds (``round_jobs``) can run in a batch with rounds of other
     controllers."""
@@ -103,7 +104,7 @@ class Change:
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
-    """The prompt with which the sequence begins anew; empty if it keeps its prompt."""
+    """The prompt with which the sequence begins anew; empty if the sequence keeps its prompt."""
     pin: Pin | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -176,7 +177,7 @@ class Rounds:
         """Runs the round after tokens were sampled, or after the controller has read a distribution
         without sampling. If the decision is only to sample, the result also has the decisions after
         the tokens of ``draft``. ``distributions`` and ``logprobs`` are the answers that the
-        controller asked for; otherwise they are empty."""
+        controller asked for. They are empty if it did not ask."""
         sequence.variables.begin_round()
         sequence.woken = False
         sequence.wakes = 0
@@ -446,9 +447,9 @@ class Rounds:
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
     ) -> list[StepResult]:
-        """Forks a sequence, and continues the round of each resulting sequence. The round continues
-        with mid_process. If the fork is due to the request's ``n``, it continues with
-        pre_process."""
+        """Forks a sequence, and continues the round of each resulting sequence. If the fork is due
+        to the request's ``n``, the round continues with pre_process. After any other fork, it
+        continues with mid_process."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]

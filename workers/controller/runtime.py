@@ -35,7 +35,8 @@ def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
 
 class GuestRuntime(Protocol):
     """Runs the guests of uploaded modules, or the controllers that the operator serves.
-    Thread-safe."""
+    Thread-safe. ``owner`` is the tenant of a request, or the session if clients do not have
+    keys."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -55,8 +56,8 @@ class GuestRuntime(Protocol):
         reads the module's compiled form."""
 
     def tick(self) -> None:
-        """Enforces time limits. Called about every millisecond while rounds or starts run, and at
-        least about every 0.25 s otherwise."""
+        """Enforces time limits. Called about every millisecond while rounds or starts run, and
+        about every 0.25 s or more often at other times."""
 
     def series(self) -> list[Series]:
         """The metrics of the runtime."""

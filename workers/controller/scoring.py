@@ -14,7 +14,8 @@ def texts_of(
     candidates: object, size: int, tokenize: Callable[[str | bytes], list[int]]
 ) -> list[list[int]]:
     """The tokens of each candidate: a text, or a list of token ids of a vocabulary of ``size``
-    tokens. Raises ControllerError if a candidate is not valid, or if there are too many."""
+    tokens. Raises ControllerError if a candidate is not valid, or if there are too many candidates
+    or tokens."""
     if isinstance(candidates, str | bytes) or not isinstance(candidates, Iterable):
         raise _wrong(f"{candidates!r}; expected a list of texts")
     texts: list[Any] = list(candidates)
@@ -42,8 +43,8 @@ def checked_texts(texts: Sequence[Any], size: int) -> list[list[int]]:
 
 
 def of_texts(scores: Scores, per_token: bool) -> list[Any]:
-    """Returns the result of ``ctx.score``: the log-probability of each text or, with ``per_token``,
-    a list of the log-probabilities of each text's tokens."""
+    """Returns the result of ``ctx.score``: the log-probability of each text. If ``per_token`` is
+    true, returns for each text a list of the log-probabilities of its tokens."""
     return scores if per_token else [fsum(text) for text in scores]
 
 

@@ -8,8 +8,8 @@ input is woken only by an input.
 
 If all sequences are suspended and no change wakes one, all sequences are woken after 10 ms or more
 (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the request ends with
-`deadlock`. If all sequences wait for variables, it ends after the first wake-up. While a sequence
-waits for an input or for the answer of a tool, these wake-ups do not happen.
+`deadlock`. If all sequences wait for variables, the request ends after the first such wake-up.
+While a sequence waits for an input or for the answer of a tool, these wake-ups do not happen.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ the round creates."""
 
 MAX_WAKES = 200
 """Maximum number of wake-ups of one request before its next sampled token, as a multiple of the
-number of its sequences. A barrier in a program needs one wake-up of each sequence by each other
-sequence."""
+number of its sequences. In a barrier of a program, each sequence wakes each other sequence once."""
 MAX_ALONG = 16
 """Maximum number of tokens of a draft after which masks and biases are computed in advance
 (``along.py``)."""
@@ -102,8 +101,8 @@ class SequenceGroup:
         self.meter = Meter()
         """Counts the rounds and the CPU time of the request's controller."""
         self.tenant = self.owner = ""
-        """The request's tenant, and the owner of its guests. The worker sets both before the first
-        round."""
+        """The request's tenant, and the owner of its guests. The owner is the tenant, or the
+        session if clients do not have keys. The worker sets both fields before the first round."""
         self.memory: TenantMemory | None = None
         """The memory share of the owner. The worker sets this field before the first round."""
         self.reads_usual = False
@@ -232,12 +231,12 @@ class SequenceGroup:
     ) -> tuple[ControlledSequence, Round] | None:
         """Returns the next round of a sequence, after the model has sampled ``tokens`` or computed
         ``scores``, or after the GPU worker has ended the sequence. Returns None if the sequence
-        does not wait for the model. With ``ended``, a suspended sequence also has a round.
+        does not wait for the model. If ``ended`` is true, a suspended sequence has a round too.
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
-        ``distributions`` and ``logprobs``: those of ``tokens``, if the controller asked for them.
-        Without ``wait``, raises GroupBusy if another thread has the group's lock.
+        ``distributions`` and ``logprobs``: the values for ``tokens`` that the controller asked for.
+        If ``wait`` is false, raises GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
@@ -380,8 +379,8 @@ class SequenceGroup:
 
     def along(self, seq: int, count: int) -> list[tuple[bytes, bytes | None]]:
         """Copies of the masks and the biases after the first ``count`` tokens of a sequence's
-        draft, to be sent once. The biases are then dropped, because those of one draft can take 8
-        MB."""
+        draft, to be sent once. The biases are then dropped, because the biases of one draft can
+        take 8 MB."""
         with self._lock:
             sequence = self._sequences.get(seq)
             places = sequence.along[:count] if sequence is not None else ()
@@ -454,22 +453,22 @@ class SequenceGroup:
         return [], []
 
     def _deadlock(self, waiting: Sequence[ControlledSequence]) -> str:
-        """Returns why ``waiting``, all sequences of the request, are in a deadlock. The result is
-        empty if the sequences are to be woken again.
+        """Returns the reason why the sequences of the request are in a deadlock; empty if they are
+        to be woken again. ``waiting`` has all these sequences.
 
         If all sequences wait for variables, they are woken once, to read the variables again.
         """
         if self._idle_wakes and all(s.variables.awaits_write for s in waiting):
             names = sorted({repr(s.variables.awaited_name) for s in waiting})
             return (
-                "deadlock: every sequence of the request that is left waits for a variable "
-                f"({', '.join(names)}), so no sequence can write it"
+                "deadlock: all remaining sequences of the request wait for variables "
+                f"({', '.join(names)}), so no sequence can write these variables"
             )
         if self._idle_wakes < self._limits.idle_wakes:
             return ""
         return (
-            "deadlock: every sequence of the request is suspended; they were woken "
-            f"{self._idle_wakes} times in a row, and all suspended again"
+            "deadlock: all sequences of the request are suspended; they were woken "
+            f"{self._idle_wakes} times in a row, and suspended again each time"
         )
 
     def _awaits_input(self, sequence: ControlledSequence) -> bool:

@@ -12,7 +12,8 @@ _LENGTH = struct.Struct("<I")
 
 
 def read(source: IO[bytes]) -> bytes | None:
-    """Reads the next message of a pipe; returns None if the pipe ends before or in the message."""
+    """Reads the next message of a pipe; returns None if the pipe ends before the end of the
+    message."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -44,7 +45,7 @@ def exchange(process: subprocess.Popen[bytes], task: bytes, wall_s: float) -> by
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Closes the pipes of a process, which then ends, and waits for its end."""
+    """Closes the pipes of a process, so that it ends. Waits for its end."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):

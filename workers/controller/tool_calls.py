@@ -8,7 +8,8 @@ of the engine. A replay reads the answer from the record.
 The mark is written before the call is sent, and names the attempt that sends the call. If an
 attempt finds the mark of an earlier attempt, it does not make the call again. Instead it requests
 the answer from the tool worker that received the call. If no worker has the call any more, the
-answer is an error. So each call is made at most once.
+answer is an error. So each call is made at most once. A *lineage* is a number that identifies a
+sequence (``forks.py``).
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class GroupTools:
         if not marked.written:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the variable {record!r} exists already; this name is for a call of a tool",
+                f"the variable {record!r} exists already; this name is reserved for a tool call",
             )
         call = Call(marked.request, marked.lineage, marked.number, tool, arguments)
         if (call.lineage, call.count) in self._sent:
@@ -228,8 +229,8 @@ class GroupTools:
         return record
 
     def _read(self, call: Call, record: str) -> bytes:
-        """The present content of a record. The read operation has a random lineage. Otherwise the
-        state worker could repeat its answer to an earlier read."""
+        """The present content of a record. The read operation has a random lineage. With a fixed
+        lineage, the state worker could repeat its answer to an earlier read."""
         lineage = secrets.randbits(63)
         found = self._perform(Variable(call.request, lineage, 1, "get", record))
         return found.value or b""

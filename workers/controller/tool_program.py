@@ -2,6 +2,8 @@
 request's client.
 
 The arguments and the result stay JSON text. A script would decode them, and round large numbers.
+The *record* of a call is a variable of the request, which will contain the answer
+(``tool_calls.py``).
 """
 
 from __future__ import annotations

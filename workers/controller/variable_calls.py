@@ -1,8 +1,9 @@
 """Operations on the variables of a request, which the state worker executes.
 
 ``VariableCalls.perform`` blocks the thread that calls it. While the thread waits, other jobs use
-its slot of the thread pool (``pool.py``). ``VariableCalls.send`` does not wait. The bus thread
-delivers the answer. An operation without an answer is sent again.
+its slot of the thread pool (``pool.py``). ``VariableCalls.send`` does not wait. The *bus thread*,
+which receives the worker's messages, delivers the answer. An operation without an answer is sent
+again.
 
 The triple (request, lineage, count) identifies an operation. The lineage stands for the sequence
 (``forks.py``), and the count numbers the sequence's operations. So the state worker executes an
@@ -40,8 +41,8 @@ time of other streams. Writes of 128 KiB have no measurable effect."""
 
 
 MAX_SENT_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of all texts that a sequence may send to its client. They are bounded because they
-are stored until the stream ends."""
+"""Maximum bytes of all texts that a sequence may send to its client. The bytes are bounded because
+the texts are stored until the stream ends."""
 
 
 _Name = tuple[int, int, int, int]
@@ -71,8 +72,8 @@ class VariableCalls:
         self, operation: Variable, answered: Callable[[VariableAnswer], None], link: int = 0
     ) -> None:
         """Sends an operation over ``link``, and does not wait. ``answered`` is called once, on
-        another thread: with the answer, or with an error if no answer arrives. It is not called if
-        the request ends first."""
+        another thread: with the answer, or with an error if no answer arrives. ``answered`` is not
+        called if the request ends first."""
         name = (link, operation.request, operation.lineage, operation.count)
         frames = _frames(operation)
         with self._lock:
@@ -298,11 +299,11 @@ class SequenceVariables:
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
-        """If the last ``receive`` found no input: the number of INPUTS messages that had arrived
-        before this ``receive``. Otherwise None."""
+        """The number of INPUTS messages that had arrived before the last ``receive``. None if it
+        found an input, or if this round has not called ``receive``."""
         self._awaited_variable: tuple[str, int] | None = None
-        """The name and the version that the last ``await_write`` of this round did not find.
-        Otherwise None."""
+        """The name and the version that the last ``await_write`` of this round did not find. None
+        if it found the version, or if this round has not called ``await_write``."""
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
@@ -323,8 +324,8 @@ class SequenceVariables:
 
     @property
     def awaited_name(self) -> str:
-        """The name of the variable that the last ``await_write`` of this round did not find;
-        otherwise empty."""
+        """The name of the variable that the last ``await_write`` of this round did not find; empty
+        if there is no such variable."""
         return self._awaited_variable[0] if self._awaited_variable else ""
 
     @property
@@ -354,7 +355,8 @@ class SequenceVariables:
 
     @property
     def awaits(self) -> int:
-        """If the last ``receive`` found no input: the number of the next input. Otherwise 0."""
+        """The number of the next input, if the last ``receive`` found no input; 0 in all other
+        cases."""
         return 0 if self.awaited_input is None else self._shared.taken + 1
 
     def send(self, text: bytes) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.decoders import msgpack_decoder
-from ...protocol.errors import Code, TokenbusError
+from ...protocol.errors import Code, TokenbusError, UnavailableError
 from ...protocol.guest_user import GuestUser
 from ...protocol.header import Flag, decode_header, encode_header
 from ...protocol.health_file import HealthFile
@@ -79,6 +79,7 @@ from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
 from .runtime import GuestRuntime, ThreadRuntime
 from .sequence_group import GroupBusy, Round, SequenceGroup
+from .store_requests import StoreRequests
 from .tokens.tokenizers import Vocabularies
 from .tokens.vocabulary import TokenizerVocabulary
 from .tool_calls import GroupTools, ToolCalls
@@ -161,9 +162,9 @@ class ControllerWorker:
         """Threads that handle START messages. Handling a START may take a second, or longer if a
         grammar must be compiled. So the threads of rounds do not handle START messages."""
         self._flushes = Pool(1, "results")
-        """A separate thread for sending the results that are ready while slower rounds of the same
-        step run. Sending may wait for other results that are being sent."""
-        self._store_calls = Pool(2, "store", max_waiting=0)
+        """Sends the results that are ready while slower rounds of the same step run. A separate
+        thread does this, because sending may wait for other results that are being sent."""
+        self._store_requests = StoreRequests(self._serve_store)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads and sends modules that controller workers on other machines need. These jobs do not
         wait for other workers."""
@@ -193,8 +194,9 @@ class ControllerWorker:
         self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
         self._groups: dict[tuple[int, int], SequenceGroup] = {}
-        """The groups by link and request. A link is the number of the connection to a broker. Two
-        brokers may have the same request for a while."""
+        """The groups by link and request. A *group* has the sequences of one request. A *link* is
+        the number of the connection to a broker. Two brokers may have the same request for a
+        while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
         """Results that are being collected, protected by ``_pending_lock``. Complete results are
@@ -204,7 +206,7 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether ``_done`` asks supervisord whether it will start a successor of this process.
+        """If true, ``_done`` asks supervisord if a successor of this process will be started.
         ``stop`` sets this flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
@@ -262,7 +264,7 @@ class ControllerWorker:
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
-        self._store_calls.close()
+        self._store_requests.close()
         self._records.close()
         self._sends.shutdown(wait=False)
         self._idle.close()
@@ -348,8 +350,10 @@ class ControllerWorker:
                 arrived, error = self._vocabularies.arrived, tokenizer.error or ""
                 self._starts.submit([partial(arrived, tokenizer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
-                tenant = _tenant_of(message)
-                self._store_calls.submit([partial(self._serve_store, message)], tenant=tenant)
+                try:
+                    self._store_requests.add(_tenant_of(message), message)
+                except UnavailableError as error:
+                    self._serve_store(message, error)
             case b"FETCH_MODULE":
                 self._sends.submit(self._send_module, message)
             case b"INPUTS":
@@ -454,9 +458,9 @@ class ControllerWorker:
     def _step_groups(
         self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
     ) -> None:
-        """Runs a round of each sequence. Without ``wait``, this method does not wait for a group
-        that another thread has locked, because it runs on the main loop. It passes the group's
-        sequences to a thread of the pool."""
+        """Runs a round of each sequence. If ``wait`` is false, this method runs on the main loop,
+        so it does not wait for a group that another thread has locked. It passes the sequences of
+        such a group to a thread of the pool."""
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
@@ -559,8 +563,8 @@ class ControllerWorker:
         self._pool.submit([fail], tenant=group.tenant)
 
     def _wake_idle(self, group: SequenceGroup) -> None:
-        """Wakes the sequences of a group after all of them were suspended for a time, or ends
-        them."""
+        """Wakes the sequences of a group after all of them were suspended for a time. Ends the
+        sequences if they were woken too often."""
         self._after_send(group, *group.wake_idle())
 
     def _wake_by_input(self, group: SequenceGroup) -> None:
@@ -630,15 +634,17 @@ class ControllerWorker:
         """Sends a message of the module store over one of the brokers, which ``turn`` selects."""
         self._bus.post_to_any(frames, turn)
 
-    def _serve_store(self, message: FromBus) -> None:
-        """Handles a client's request to the module store; the last attachment is the client's
-        tenant."""
+    def _serve_store(self, message: FromBus, refusal: TokenbusError | None = None) -> None:
+        """Handles a client's request to the module store, or answers it with ``refusal``. The last
+        attachment is the client's tenant."""
         header = message.header
         encoding: Encoding = "msgpack" if header.flags & Flag.MSGPACK else "json"
         head = encode_header(header.request, header.address, Flag.FINAL)
         stream_id = 0
         try:
             stream_id = decode_as(Tags, message.body).stream_id
+            if refusal is not None:
+                raise refusal
             *attachments, tenant = message.attachments
             result = self._store_result(message, attachments, Tenant.decode(tenant))
             answer = Msg(stream_id=stream_id, result=result)

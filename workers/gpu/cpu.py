@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SPIN_COUNT = "10000"
-"""Number of iterations that a waiting OpenMP thread spins before it sleeps. The iterations take
+"""A waiting OpenMP thread spins for this number of iterations before it sleeps. The iterations take
 about 0.1 ms.
 
 The default is 300,000 iterations or more. If another process uses one of two cores, two threads of
@@ -17,14 +17,13 @@ twice as long on an idle machine.
 
 
 def prepare_environment(threads: int) -> None:
-    """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, which
-    replaces an existing ``OMP_NUM_THREADS``; 0 leaves this variable as it is. Other environment
-    variables are set only if they do not exist, and ``GOMP_SPINCOUNT`` only if ``OMP_WAIT_POLICY``
-    does not exist either.
+    """Configures OpenMP and torch's memory for this process. ``threads``: the new value of
+    ``OMP_NUM_THREADS``; 0 leaves this variable unchanged. Other environment variables are set only
+    if they do not exist. ``GOMP_SPINCOUNT`` is not set if ``OMP_WAIT_POLICY`` exists.
 
-    With ``THP_MEM_ALLOC_ENABLE``, torch allocates huge pages of memory, from which weights are read
-    faster. For example, the product of one row and a float32 matrix of 256 x 32,000 takes 1.3 ms
-    instead of 1.9 ms.
+    With ``THP_MEM_ALLOC_ENABLE``, torch allocates huge pages of memory. Weights are read faster
+    from huge pages. For example, the product of one row and a float32 matrix of 256 x 32,000 takes
+    1.3 ms instead of 1.9 ms.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -1,8 +1,8 @@
-"""``python -m tokenbus.workers.gpu.follower``: a rank other than 0, which computes its part of a
-model that is spread over several devices.
+"""``python -m tokenbus.workers.gpu.follower``: computes a part of a model that is spread over
+several devices.
 
-The worker, which is rank 0, starts this process and writes commands to the standard input of this
-process.
+On each device, one process computes, which is called a *rank*. The worker is rank 0. It starts a
+follower for each other rank, and writes commands to the follower's standard input.
 """
 
 from __future__ import annotations

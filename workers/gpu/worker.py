@@ -59,8 +59,8 @@ from .serving.streams import Stream, gone_frames
 log = logging.getLogger(__name__)
 
 PAGES_EVERY_S = 0.1
-"""Minimum time between two reports of changed pages of the KV caches, in seconds. A page is the
-unit in which a worker reports the content of a cache to the broker (``engine/pages.py``)."""
+"""Minimum time in seconds between two reports of the KV caches' changed pages. Workers report the
+content of their caches to the broker in units of pages (``engine/pages.py``)."""
 REQUESTS: dict[bytes, type[Request]] = {
     b"GENERATE": Generate,
     b"SCORE": Score,
@@ -70,8 +70,8 @@ REQUESTS: dict[bytes, type[Request]] = {
 }
 """The types of the client requests that a GPU worker serves, each with the struct of its body."""
 IDLE_S = 0.25
-"""Maximum time that one pass of the main loop waits for a message if the worker has no work, in
-seconds."""
+"""If the worker does not have work, one pass of the main loop waits for a message for at most this
+number of seconds."""
 
 
 class GpuWorker:
@@ -126,14 +126,14 @@ class GpuWorker:
         """The models whose pages have been reported."""
         self._pages_at = 0.0
         self._all_pages = False
-        """Whether the next report contains all pages instead of only the changes."""
+        """Whether the next report contains all pages. If not, it contains only the changes."""
         self._handed_over: set[int] = set()
         """The links of the brokers that have sent HANDOVER: other workers continue the requests of
         these brokers."""
         self._stop_reason = ""
         self._restarts = False
-        """Whether supervisord may start a successor. If so, the worker asks supervisord, at the
-        beginning of its drain, whether a successor will come. ``stop`` sets the flag."""
+        """Whether supervisord may start a successor. If so, the worker asks supervisord at the
+        beginning of its drain. ``stop`` sets the flag."""
         self._failed: str | None = None
         """The reason why the worker must exit; None while the worker can continue."""
         self._rate = 0.0
@@ -171,8 +171,8 @@ class GpuWorker:
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
         """Drains the worker: it refuses further requests, and exits when its requests have ended or
-        moved, or after ``drain_s``. May be called from a signal handler. ``restarts``: whether the
-        streams are handed over to a successor, if supervisord starts one."""
+        moved, or after ``drain_s``. May be called from a signal handler. ``restarts``: whether
+        supervisord may start a successor, to which the streams are then handed over."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -273,9 +273,9 @@ class GpuWorker:
         self._bus.flush()
 
     def _step(self) -> None:
-        """Runs one step of each model that has work, and sends the tokens of each step in one
-        message for each broker. Then computes a batch of EMBED requests if no step ran or the batch
-        is due."""
+        """Runs one step of each model that has work. Sends the tokens of each step, in one message
+        for each broker. Then computes a batch of EMBED requests if no step ran or the batch is
+        due."""
         stepped = False
         for model, engine in self._models.engines.items():
             if not engine.has_work or self._rollouts.frozen(model):
@@ -301,8 +301,8 @@ class GpuWorker:
         """Reports the changed pages of the KV caches to all brokers."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # If a model was evicted, no ``PageLog`` has its removed pages, so the next report
-            # replaces all pages.
+            # If a model was evicted, its pages are gone, but no ``PageLog`` lists them as removed.
+            # So the next report replaces all pages.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
@@ -325,8 +325,8 @@ class GpuWorker:
     def _computed(self, engine: Engine) -> StepOutputs:
         """Runs one step of an engine and returns the outputs for clients.
 
-        If steps overlap, the previous call of ``finish`` has already launched this step's forward,
-        so the forward ran while the previous tokens were sent. Likewise, the next forward already
+        If steps overlap, the forward of this step was launched during the previous call of this
+        method, and ran while the previous tokens were sent. The forward of the next step already
         runs when this method returns. A step with drafts does not overlap with other steps.
         """
         with self._bus.stepping():
@@ -344,8 +344,8 @@ class GpuWorker:
     # --- failures -------------------------------------------------------------------------------
 
     def _message_failed(self, message: FromBus, error: Exception) -> None:
-        """Ends the request of a message whose handling raised ``error``. If the message belongs to
-        no known request, only logs the error."""
+        """Ends the request of a message whose handling raised ``error``. If the message does not
+        belong to a known request, only logs the error."""
         shown = message.type.decode("ascii", "backslashreplace")
         request = message.header.request
         stream = self._streams.get(request)
@@ -418,16 +418,16 @@ class GpuWorker:
                 log.warning("a GPU worker does not accept messages of type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """Handles a client's request. Refuses the request if the worker's capacity is used up and
-        some of the worker's requests belong to other brokers. A later attempt of a known request
-        replaces the earlier attempt."""
+        """Handles a client's request. Refuses the request if the worker is full and some of its
+        requests belong to other brokers. A later attempt of a known request replaces the earlier
+        attempt."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
             moves = moves_of(message.header, message.attachments)
             if known.claimed_by in (None, message.link) and moves > known.moves:
-                # Another broker has sent a stale copy. The client has left that broker, and the
-                # broker then moved its copy to this worker.
+                # The client has left the broker of the known stream, so the known stream is stale.
+                # The new copy, which has moved more often, replaces it.
                 self._leave_to_another([known.request], known.link)
                 self._arrivals.request(message, kind)
                 return
@@ -501,8 +501,8 @@ class GpuWorker:
 
     def _registered(self, answer: Registered, link: int) -> None:
         """Drops the streams that the broker gave to other workers while the lease was lost. If the
-        broker requests journals, because it was restarted or disconnected, sends the journals and
-        continues the requests at this broker."""
+        broker was restarted or disconnected, it requests journals. Sends these journals, and
+        continues their requests at this broker."""
         kept = self._bus.kept(answer, link)
         if kept is not None:
             self._reports.drop_claims(link)
@@ -530,8 +530,8 @@ class GpuWorker:
                 self._go_on(wanted, "the connection to the broker was lost")
 
     def _stream(self, request: int) -> Stream | None:
-        """The stream of a request that an engine runs or that waits in ``Arrivals``; None if
-        unknown."""
+        """The stream of a request that an engine runs or that waits in ``Arrivals``; None if the
+        request is unknown."""
         return self._streams.get(request) or self._arrivals.stream(request)
 
     def _cancel(self, stream: Stream, cancel: Cancel) -> None:
@@ -547,7 +547,7 @@ class GpuWorker:
 
     def _lost(self, lost: Lost, link: int) -> None:
         """Restarts lost controllers on other controller workers. If no worker can run a controller,
-        the controller's request ends with an ERROR after the tokens that have been computed."""
+        its request ends with an ERROR, after the tokens that have been computed."""
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)
@@ -640,6 +640,6 @@ class GpuWorker:
 
 
 def _is_of(stream: Stream, link: int) -> bool:
-    """Whether the broker of a link may end a stream: the stream belongs to the broker, and no other
-    broker has claimed it."""
+    """Whether the broker of a link may end a stream. It may if the stream belongs to this broker
+    and no other broker has claimed the stream."""
     return stream.link == link and stream.claimed_by in (None, link)

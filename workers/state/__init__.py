@@ -1,2 +1,2 @@
-"""The state worker: the variables that the sequences of a request share, and the tables of tenants'
-controller modules."""
+"""The state worker. It stores the variables that the sequences of a request share, the tables of
+tenants' controller modules, and saved contexts."""

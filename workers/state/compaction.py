@@ -1,9 +1,11 @@
-"""Compaction of the log: writes the current state to a new log, a part at a time.
+"""Compaction of the log: writes the current state to a new log, one part at a time. The state
+consists of the variables of requests, and of the tables and contexts of tenants.
 
 Operations continue during the compaction. Once the state of a request is saved in the new log,
 further operations of the request are written to both logs. Requests do not depend on each other, so
-each can be saved at a different time. Tables and contexts are saved first, as they were at the
-start. Tables and contexts that change during the compaction are saved again afterwards.
+each request can be saved at a different time. First, all tables and contexts are saved as they were
+at the start of the compaction. Then the tables and contexts that have changed since the start are
+saved again.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from .log import CONTEXT, REQUEST, TABLE, TENANT, Log, Record
 from .module_tables import SavedTable
 
 SLICE = MIB // 2
-"""A call of ``save`` ends when it has written this number of bytes, because operations wait for the
-end of the call."""
+"""A call of ``save`` ends after this number of bytes, because operations wait until the call
+ends."""
 
 _encode = msgpack.Encoder().encode
 
@@ -43,8 +45,8 @@ class Compaction:
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
         self._unsaved: deque[SavedTable | SavedContext | Record] = deque((*tables, *contexts))
-        """Tables and contexts that are not in the new log yet, and the records of tables and
-        contexts that have changed since the start."""
+        """A queue of what the new log does not have yet: first the tables and contexts as they were
+        at the start, then the records of their changes."""
 
     @property
     def complete(self) -> bool:
@@ -67,8 +69,8 @@ class Compaction:
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
         out, because ``save`` will write the state of these requests. Records of tables and contexts
-        wait in a queue until the earlier records are saved. When records are added to this queue,
-        at least the same number of bytes at its front is saved, so that the queue does not grow.
+        are added at the end of the queue of unsaved records, if there are any. Then at least the
+        same number of bytes at the front of the queue is saved, so that the queue does not grow.
         Raises OSError if the new log cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if self._unsaved:
@@ -80,8 +82,8 @@ class Compaction:
             self.log.append(new)
 
     def _save_unsaved(self, min_bytes: int) -> int:
-        """Saves unsaved tables and contexts until at least ``min_bytes`` are saved, or all if they
-        have fewer bytes. Returns the number of saved bytes."""
+        """Saves tables and contexts from the front of the queue until at least ``min_bytes`` are
+        saved or the queue is empty. Returns the number of saved bytes."""
         size = 0
         while self._unsaved and size < min_bytes:
             record = _record(self._unsaved.popleft())

@@ -1,8 +1,9 @@
 """The contexts of tenants: the tokens of sequences that programs have saved by name.
 
-In this module a context is a string of bytes. Contexts share a bound of bytes with the tables of
-modules, and are dropped if a table needs their bytes. A tenant keeps the contexts that it has saved
-last, up to ``MAX_CONTEXTS``, and up to ``TENANT_BYTES`` together with its table. Older contexts are
+In this module a context is a string of bytes. Each tenant also has a table of its modules
+(``module_tables.py``). Contexts and tables share one bound of bytes, and contexts are dropped if a
+table needs their bytes. A tenant has at most ``MAX_CONTEXTS`` contexts. Its contexts and its table
+together take at most ``TENANT_BYTES``. Beyond these bounds, the tenant's oldest contexts are
 dropped. If the contexts and tables of all tenants have more than ``total_bytes``, the tenant whose
 contexts have the most bytes loses its oldest context.
 """
@@ -61,9 +62,9 @@ class Contexts:
         return None if found is None else found.content
 
     def refusal(self, context: SavedContext, quota: int | None) -> str | None:
-        """The error if a context has more bytes than its tenant may use, or more than remain for
-        contexts next to the tables; otherwise None. ``quota``: the tenant's quota of bytes, if it
-        has one."""
+        """The error if a context is too large; None if it is not. A context is too large if it has
+        more bytes than its tenant may use, or more than the tables leave for contexts. ``quota``:
+        the tenant's quota of bytes, if the tenant has one."""
         most = self._max_bytes(context.tenant, quota)
         if context.size > most:
             return f"the context has {context.size} bytes; at most {most} are allowed"
@@ -77,8 +78,8 @@ class Contexts:
         return None
 
     def put(self, context: SavedContext, quota: int | None = None) -> None:
-        """Saves a context, which replaces the context of the same name, and drops the tenant's
-        oldest contexts beyond the bounds. ``quota``: the tenant's quota of bytes, if it has one."""
+        """Saves a context in place of the tenant's context of the same name. Then drops contexts
+        beyond the bounds. ``quota``: the tenant's quota of bytes, if the tenant has one."""
         tenant = context.tenant
         if context.name in self._tenants.get(tenant, ()):
             self._drop(tenant, context.name)
@@ -88,8 +89,8 @@ class Contexts:
         self.make_room(tenant, quota)
 
     def make_room(self, tenant: str, quota: int | None = None) -> None:
-        """Drops contexts beyond the bounds, after the contexts or the table of a tenant have
-        changed."""
+        """Drops contexts beyond the bounds. Called after the contexts or the table of ``tenant``
+        have changed."""
         contexts = self._tenants.get(tenant, OrderedDict())
         most = self._max_bytes(tenant, quota)
         while len(contexts) > MAX_CONTEXTS or self._sizes.get(tenant, 0) > most:

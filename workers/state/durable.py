@@ -1,8 +1,8 @@
 """Durable variables and tables of modules: each operation is written to a log before it is applied.
 
-The log has the operations as they were received, so a replay of the log gives the same answers. If
-the process is killed during an operation, the sender does not get an answer and repeats the
-operation. The operation is then applied once, whether the log already contains it or not.
+The log has the operations as they were received, so a worker that replays the log computes the same
+answers. If the process is killed during an operation, the sender does not get an answer and repeats
+the operation. The operation is then applied only once, even if the log already contains it.
 
 A change of a table is synced before the operation is answered; changes of variables are synced
 within ``SYNC_S``. After a failed sync, the kernel may have dropped any part of the log. So
@@ -40,14 +40,14 @@ from .shares import Shares
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""A log of at most this size in bytes (the *floor*) is rewritten only when the worker starts, after
-the log was deleted, or after a failed write or sync."""
+"""The *floor* in bytes. A log that is not larger than the floor is rewritten only when the worker
+starts, when the log was deleted, or after a failed write or sync."""
 COMPACT_FACTOR = 2
-"""A log above the floor is rewritten if its size is more than this multiple of the size of the
+"""A log above the floor is rewritten if it is more than this number of times as large as the
 state."""
 SYNC_S = 1.0
-"""Seconds between two syncs of the log. A power failure can lose the operations of about this time;
-a crash of the process loses no operations."""
+"""Seconds between two syncs of the log. A power failure can lose the operations of about this
+number of seconds. A crash of the process does not lose operations."""
 
 _UNBOUNDED = 1 << 62
 _DELETED = FileNotFoundError(ENOENT, "the file was deleted")
@@ -125,10 +125,10 @@ class DurableVariables:
         """Applies operations in order; returns their answers. ``ops``: the decoded operations, each
         with the body that was received.
 
-        ``tenants`` has the tenant of each operation, or None if the broker did not name the tenant.
-        All operations are logged with one write. If the write fails, or a sync of the log has
-        failed, new operations are not applied. Their answers then have an ``error`` and the flag
-        ``again``.
+        ``tenants`` has the tenant of each operation, or None for an operation whose tenant the
+        broker has not named. All operations are logged with one write. If the write fails, or a
+        sync of the log has failed, new operations are not applied. Their answers then have an
+        ``error`` and the flag ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -137,7 +137,8 @@ class DurableVariables:
         records: list[Record] = []
         saved: dict[tuple[str, str], SavedContext] = {}
         quotas: dict[str, int | None] = {}
-        """For each tenant that saves a context: the tenant's quota of bytes, if it has one."""
+        """The quota of bytes of each tenant that saves a context; None for a tenant without a
+        quota."""
         ops = list(ops)
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
@@ -188,8 +189,8 @@ class DurableVariables:
     def _context(
         self, op: Variable, tenant: Tenant | None, saved: dict[tuple[str, str], SavedContext]
     ) -> SavedContext | None:
-        """The context that an operation saves or opens; None if it does neither. ``saved``: the
-        contexts that earlier operations of the same call save.
+        """The context that an operation saves or opens; None for any other operation. ``saved``:
+        the contexts that earlier operations of the same call save.
 
         The content of a context to open is logged with the operation, so that a replay of the log
         gives the same answer. A context that does not exist is empty.
@@ -207,8 +208,8 @@ class DurableVariables:
         self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
     ) -> str | None:
         """Counts the cost of an operation towards its tenant's share, and adds the operation's
-        records to ``records``. Returns the error if the tenant's share does not have room for the
-        cost."""
+        records to ``records``. If the tenant's share does not have room for the cost, returns the
+        error instead."""
         shares, request = self._shares, op.request
         known = shares.key(request)
         tenant = tenant or Tenant(known)
@@ -260,9 +261,9 @@ class DurableVariables:
                 self._compaction.pending.difference_update(ended)
 
     def maintain(self) -> float:
-        """Syncs the log if a sync is due, and writes a part of a new log if the log is being
-        rewritten. Returns the seconds until the next call. Another thread may apply operations at
-        the same time.
+        """Syncs the log if a sync is due. If the log is being rewritten, writes a part of the new
+        log. Returns the seconds until the next call. Another thread may apply operations at the
+        same time.
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:
@@ -294,7 +295,7 @@ class DurableVariables:
             with self._lock:
                 self._abandon(error)
             return SYNC_S
-        # A pause of the same duration as this call leaves half of the time to operations.
+        # The caller pauses for as long as this call took, so that operations have half of the time.
         return time.monotonic() - now
 
     def close(self) -> None:
@@ -321,8 +322,8 @@ class DurableVariables:
                     folder.close()
                     raise
             except (OSError, FolderError) as error:
-                # The next call tries again; until then the deleted log still records the
-                # operations.
+                # The next call of ``maintain`` tries again. Until then, operations are still
+                # written to the deleted log.
                 log.error("cannot write %s again: %s", self._path, error)
                 return
             self._log.close()
@@ -387,8 +388,8 @@ class DurableVariables:
     # --- writing --------------------------------------------------------------------------------
 
     def _append(self, records: list[Record]) -> str | None:
-        """Writes records of operations to the log; returns the error message if that is not
-        possible."""
+        """Writes records of operations to the log. Returns the error message if the log has a fault
+        or the write fails."""
         fault = self._log.fault
         return self._write(records) if fault is None else _cannot_write(fault)
 
@@ -420,7 +421,7 @@ class DurableVariables:
             self._log.cut(size)
             if self._compaction is not None:
                 # The compaction's new log also has the refused table, so the new log is discarded.
-                # The fault of the current log then starts another compaction.
+                # Because the current log has a fault, another compaction begins.
                 self._compaction.abandon()
                 self._compaction = None
         return error
@@ -435,7 +436,7 @@ class DurableVariables:
         return None
 
     def _finish(self, compaction: Compaction) -> None:
-        """Replaces the old log by the new log. Raises OSError if the old log stays."""
+        """Replaces the old log by the new log. Raises OSError if the old log is still in use."""
         # Most of the new log is synced without the lock, so that operations do not wait.
         compaction.log.sync()
         with self._lock:
@@ -452,8 +453,9 @@ class DurableVariables:
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Continues with the old log. The next compaction begins when the log has doubled in size,
-        or, if a sync of the log has failed, at the next call of ``maintain``."""
+        """Gives up a compaction and continues with the old log. If a sync of the old log has
+        failed, the next call of ``maintain`` begins another compaction. If not, the next compaction
+        begins when the log has doubled in size."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None

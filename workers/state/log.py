@@ -1,4 +1,5 @@
-"""The log file: appended records, which are read back up to the first incomplete record.
+"""The log file. Records are appended to it. A reader reads the records up to the first incomplete
+record.
 
 A record begins with a length and a CRC-32 (u32 each, little-endian). The length is the number of
 bytes that follow: one byte for the kind, and the body. The first record is a header with the format
@@ -36,7 +37,8 @@ _FRAME = struct.Struct("<II")
 
 
 class Head(Struct, array_like=True):
-    """The body of the first record: the limits under which the file's operations were applied."""
+    """The body of the first record. It has the limits under which the file's operations were
+    applied."""
 
     format: int
     limits: StorageLimits
@@ -50,24 +52,25 @@ class Record(NamedTuple):
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
     id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``. ``CONTEXT``: a
     ``SavedContext``. Tables and contexts do not belong to a request. ``TENANT``: a request and the
-    key of its tenant, as msgpack. A request whose tenant has no key does not have this record."""
+    key of its tenant, as msgpack. If the tenant of a request does not have a key, the log does not
+    have a ``TENANT`` for the request."""
     request: int
     body: bytes
 
 
 class Log:
-    """A log that is open for writing. Records survive a crash of the process once ``append`` has
-    returned, and a power failure once a later ``sync`` has returned."""
+    """A log that is open for writing. When ``append`` has returned, its records survive a crash of
+    the process. When a later ``sync`` has returned, they also survive a power failure."""
 
     def __init__(self, path: Path, number: int, size: int) -> None:
         self.path = path
         self.size = size
         """Bytes of complete records."""
         self.fault: OSError | None = None
-        """The reason why records may be missing on the disk although they were synced. Set if a
-        sync of the log or of its folder fails: Linux drops pages that it cannot write, and a later
-        sync succeeds without these pages. Also set if the file was deleted. Never cleared, because
-        a new log has to replace this log."""
+        """The reason why the log on the disk may lack records. Set if the file was deleted, or if a
+        sync of the log or of its folder has failed. After a failed sync, Linux drops the pages that
+        it could not write, and a later sync succeeds without these pages. Never cleared, because a
+        new log has to replace this log."""
         self._number = number
         self._torn = False
         self._synced = 0
@@ -115,8 +118,8 @@ class Log:
         self.size += len(data)
 
     def cut(self, size: int) -> None:
-        """Removes all records after the first ``size`` bytes; if the file cannot be truncated now,
-        it is truncated before the next append."""
+        """Removes all records after the first ``size`` bytes. If the file cannot be truncated now,
+        the next ``append`` truncates it first."""
         with self._syncing:
             self.size = size
             self._synced = 0
@@ -126,7 +129,8 @@ class Log:
                 self._torn = False
 
     def sync(self) -> None:
-        """Syncs the appended records to disk. Raises OSError, also if a sync has failed before.
+        """Syncs the appended records to disk. Raises OSError if this sync fails or an earlier sync
+        has failed.
 
         Several threads may call this method. Their syncs take turns, because the kernel reports an
         error only to one of two simultaneous syncs.
@@ -158,7 +162,7 @@ class Log:
 
     @property
     def in_place(self) -> bool:
-        """Whether the log's path still leads to the open file."""
+        """Whether the log's path still refers to the open file."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except OSError:

@@ -1,9 +1,10 @@
 """The tables of tenants. A table lists the modules and tags of one tenant.
 
-In this module a table is a string of bytes with a version, and is replaced by compare-and-set. Only
-controller workers interpret the bytes. Versions are ascending times in microseconds. If this
-worker's folder is lost, a controller worker sends its copy of the table. Because versions are
-times, the version of the restored table differs from all earlier versions.
+In this module a table is a string of bytes with a version. A controller worker replaces a table
+only if it names the table's current version. Only controller workers interpret the bytes. Versions
+are ascending times in microseconds. If this worker's folder is lost, a controller worker sends its
+copy of the table. The table then gets a version that differs from all earlier versions, because
+versions are times.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ModuleTables:
         return len(table.content) if table is not None else 0
 
     def read(self, op: ModuleTable) -> ModuleTableAnswer:
-        """The answer to an operation: the current table, or only its version if the sender has this
-        table."""
+        """The answer to an operation: the current table, or only the table's version if the sender
+        already has the current table."""
         table = self._tables.get(op.tenant)
         if table is None:
             return ModuleTableAnswer(op.id)
@@ -74,8 +75,8 @@ class ModuleTables:
         return ModuleTableAnswer(op.id, table.version, None if known else table.content)
 
     def replacement(self, op: ModuleTable) -> SavedTable | None:
-        """The table that an operation writes; None if the operation only reads, was done before, or
-        names another version than the current one."""
+        """The table that an operation writes. None if the operation only reads, was done before, or
+        does not name the current version."""
         table = self._tables.get(op.tenant)
         current = table.version if table is not None else 0
         if op.content is None or op.known != current or (table is not None and table.by == op.id):
@@ -83,9 +84,9 @@ class ModuleTables:
         return SavedTable(op.tenant, max(current + 1, self._clock()), op.id, op.content)
 
     def refusal(self, table: SavedTable) -> str | None:
-        """The error if a table, or all tables with this table, would have too many bytes; otherwise
-        None. A table that an earlier version of Tokenbus stored may be larger; such a table may
-        shrink."""
+        """The error if the table would have too many bytes, or if all tables together would have
+        too many bytes; None if not. An earlier version of Tokenbus may have stored a larger table.
+        Such a table may be replaced if it does not grow."""
         size, before = len(table.content), self.size(table.tenant)
         if size > max(self._max_bytes, before):
             return (

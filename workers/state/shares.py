@@ -1,8 +1,8 @@
-"""The shares of tenants and of their requests in the memory of the state worker.
+"""Bounds the memory of the state worker that each tenant, and each request of a tenant, may take.
 
-A tenant's bytes may not exceed the free bytes. So a single tenant gets half of the memory, and each
-of n greedy tenants gets 1 / (n + 1). Likewise, the bytes of a request may not exceed the bytes that
-its tenant may still take.
+A tenant may take at most as many bytes as are free. So a single tenant gets at most half of the
+memory. If n tenants take as much as they can, each tenant gets 1 / (n + 1) of the memory. In the
+same way, a request may take at most as many bytes as its tenant may still take.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Shares:
         return self._requests.get(request, _NOTHING).bytes
 
     def refusal(self, tenant: Tenant, request: int, cost: int) -> str | None:
-        """The error if the tenant or the request does not have room for an operation, otherwise
-        None. ``cost``: the maximum number of bytes that the operation adds."""
+        """The error if the tenant or the request does not have room for an operation; None if both
+        have room. ``cost``: the maximum number of bytes that the operation adds."""
         used = self._tenants.get(tenant.key, 0)
         quota = tenant.quota_bytes
         if quota is not None and used + cost > quota:

@@ -42,16 +42,17 @@ log = logging.getLogger(__name__)
 CAPACITY = 1_000_000
 """Maximum number of requests. In practice, the bound on bytes is reached first."""
 ABSENT_S = 300.0
-"""Seconds for which the variables of a request are kept while no broker is known to have the
-request. The request may be moving to another broker. That broker may have to wait for a controller
-worker before the request's next operation arrives."""
+"""If no broker is known to have a request, the worker keeps the request's variables for this number
+of seconds. The request may be moving to another broker, which may first have to wait for a
+controller worker."""
 VARIABLES_PART, TABLES_PART = 8, 32
-"""Variables take at most 1/8 of this machine's memory, and tables of modules take at most 1/32. The
-log may be on a file system in memory, and takes up to three times the bytes of both."""
+"""Variables take at most 1/8 of this machine's memory. Tables of modules take at most 1/32. The log
+may be on a file system in memory. It takes up to three times the bytes of variables and tables
+together."""
 
 
 class _Name(Struct, array_like=True):
-    """The fields of an operation that its answer needs."""
+    """The fields of an operation that the answer repeats."""
 
     request: int
     lineage: int
@@ -83,13 +84,14 @@ class StateWorker:
         self._links: dict[int, set[int]] = {
             request: set(every) for request in self._variables.requests
         }
-        """By request: the links to the brokers that may have the request. These are the links over
-        which its operations came, or all links for a request that was restored from the log. A
-        broker reports a request as ended also if the request has moved to another broker."""
+        """For each request: the links to the brokers that may have the request. These are the links
+        over which its operations came. For a request that was restored from the log, these are all
+        links. A broker also reports a request as ended if the request has moved to another
+        broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have. The values are the times at which the last
-        broker dropped each request, in seconds of the monotonic clock, the earliest first.
-        Operations of such a request may still arrive over another link."""
+        """Requests that no broker is known to have. The values are the times at which the requests'
+        last brokers dropped them, in seconds of the monotonic clock, the earliest first. Operations
+        of such a request may still arrive over another link."""
         self._ops = 0
         self._stop_reason = ""
 
@@ -160,14 +162,14 @@ class StateWorker:
 
     @property
     def _several(self) -> bool:
-        """Whether there are several brokers. A request that one broker has ended may then continue
-        at another broker."""
+        """Whether there are several brokers. If so, a request that one broker has ended may
+        continue at another broker."""
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
         """Handles requests that the broker of a link has ended or does not have. Drops their
         variables, unless another broker may have the requests. ``elsewhere``: whether the requests
-        may continue at a broker over whose link no operation has come yet."""
+        may continue at a broker that has not sent any of their operations yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())

@@ -21,26 +21,13 @@ from ...protocol.pace import RETRY_AFTER_S
 from ...protocol.worker_messages import MAX_RESULT_BYTES, Call, CallAnswer
 from ..bus import FromBus
 from .functions import Served
+from .kept_answers import CallName, KeptAnswers, RequestKey
 from .threads import CallOwner, Threads
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of the answers that are kept. The answers of the oldest request are dropped
-first."""
-MAX_KEPT_OF_REQUEST = 64
-"""Maximum number of answers of a request that are kept. The broker does not ask for older answers,
-because it stores the same number of answered calls (``MAX_ENDED`` in ``broker/tools.py``)."""
-ANSWER_BYTES = 512
-"""Bytes that count for a kept answer in addition to its body."""
 MAX_ERROR = 2_000
 """Maximum characters of the error of a tool; the rest is cut off."""
-
-_Owner = tuple[int, int]
-"""The link and the id of a request. Both are needed, because two brokers may have the same request
-for a while."""
-_Name = tuple[int, int]
-"""The lineage and the count of a call, which identify the call within its request."""
 
 
 class Calls:
@@ -60,9 +47,8 @@ class Calls:
         self._post = post
         self._threads = Threads(threads)
         self._capacity = capacity
-        self._running: dict[_Owner, dict[_Name, asyncio.Task[None]]] = {}
-        self._kept: dict[_Owner, dict[_Name, bytes]] = {}
-        self._kept_bytes = 0
+        self._running: dict[RequestKey, dict[CallName, asyncio.Task[None]]] = {}
+        self._kept = KeptAnswers()
         self.num_running = 0
         self.num_done = 0
         """Calls that have been answered since the worker started."""
@@ -71,30 +57,30 @@ class Calls:
         """Handles CALL: begins the call. If the call is already running, does nothing. If its
         answer is kept, sends the answer again."""
         call: Call = decode_as(Call, message.body, "msgpack")
-        owner, name = (message.link, call.request), (call.lineage, call.count)
-        if name in self._running.get(owner, ()):
+        key, name = (message.link, call.request), (call.lineage, call.count)
+        if name in self._running.get(key, ()):
             return
-        kept = self._kept.get(owner, {}).get(name)
+        kept = self._kept.get(key, name)
         if kept is not None:
-            self._send(owner, kept)
+            self._send(key, kept)
             return
         try:
             tool = self._accepted(call)
         except TokenbusError as error:
-            self._answer(owner, call, error=error)
+            self._answer(key, call, error=error)
             return
         self.num_running += 1
-        task = asyncio.get_running_loop().create_task(self._run(owner, call, tool))
-        self._running.setdefault(owner, {})[name] = task
+        task = asyncio.get_running_loop().create_task(self._run(key, call, tool))
+        self._running.setdefault(key, {})[name] = task
 
     def end(self, link: int, request: int | None = None) -> None:
         """Drops a request that has ended, or all requests of a link, and cancels their calls. A
         function without ``async`` continues, and its result is dropped."""
-        for owner in [*self._running, *self._kept]:
-            if owner[0] == link and request in (None, owner[1]):
-                for task in self._running.pop(owner, {}).values():
+        for key in [*self._running, *self._kept.requests]:
+            if key[0] == link and request in (None, key[1]):
+                for task in self._running.pop(key, {}).values():
                     task.cancel()
-                self._drop(owner)
+                self._kept.drop(key)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -120,33 +106,33 @@ class Calls:
             )
         return tool
 
-    async def _run(self, owner: _Owner, call: Call, tool: Served) -> None:
+    async def _run(self, key: RequestKey, call: Call, tool: Served) -> None:
         """Runs a call and sends the answer, unless the call's request ends before the call."""
         try:
             async with asyncio.timeout(tool.info.timeout_s) as timeout:
                 by = CallOwner(call.owner, call.user)
                 result = await tool.call(call.arguments, partial(self._in_thread, by))
-            self._answer(owner, call, _encoded(tool.info.name, result))
+            self._answer(key, call, _encoded(tool.info.name, result))
         except TokenbusError as error:
-            self._answer(owner, call, error=error)
+            self._answer(key, call, error=error)
         except TimeoutError as error:
             failure = _failure(call, error)
             if timeout.expired():
                 late = f"the tool {call.tool!r} did not answer within {tool.info.timeout_s:g} s"
                 failure = RequestError(Code.TIMEOUT, late)
-            self._answer(owner, call, error=failure)
+            self._answer(key, call, error=failure)
         except Exception as error:
             log.info("the tool %s failed", call.tool, exc_info=error)
-            self._answer(owner, call, error=_failure(call, error))
+            self._answer(key, call, error=_failure(call, error))
         finally:
             self.num_running -= 1
-            of_request = self._running.get(owner, {})
+            of_request = self._running.get(key, {})
             # After a cancellation, the table does not have this call any more, or it has the same
             # call of a later attempt.
             if of_request.get((call.lineage, call.count)) is asyncio.current_task():
                 del of_request[call.lineage, call.count]
                 if not of_request:
-                    del self._running[owner]
+                    del self._running[key]
 
     async def _in_thread(self, by: CallOwner, function: Callable[[], Any]) -> Any:
         """The result of a function, which runs on a thread. The thread counts towards the share of
@@ -185,30 +171,21 @@ class Calls:
         return await result
 
     def _answer(
-        self, owner: _Owner, call: Call, value: bytes = b"", error: TokenbusError | None = None
+        self, key: RequestKey, call: Call, value: bytes = b"", error: TokenbusError | None = None
     ) -> None:
-        """Sends the answer of a call, and keeps the answer within ``MAX_KEPT_BYTES``."""
+        """Sends the answer of a call, and keeps it."""
         answer = CallAnswer(call.request, call.lineage, call.count, value)
         if error is not None:
             answer.error, answer.code = error.message[:MAX_ERROR], str(error.code)
         body = encode_body(answer, "msgpack")
         self.num_done += 1
-        of_request = self._kept.setdefault(owner, {})
-        of_request[call.lineage, call.count] = body
-        self._kept_bytes += len(body) + ANSWER_BYTES
-        if len(of_request) > MAX_KEPT_OF_REQUEST:
-            self._kept_bytes -= len(of_request.pop(next(iter(of_request)))) + ANSWER_BYTES
-        while self._kept_bytes > MAX_KEPT_BYTES:
-            self._drop(next(iter(self._kept)))
-        self._send(owner, body)
+        by = CallOwner(call.owner, call.user)
+        self._kept.add(key, (call.lineage, call.count), by, body)
+        self._send(key, body)
 
-    def _send(self, owner: _Owner, body: bytes) -> None:
-        link, request = owner
+    def _send(self, key: RequestKey, body: bytes) -> None:
+        link, request = key
         self._post([b"CALL_ANSWER", encode_header(request), body], link)
-
-    def _drop(self, owner: _Owner) -> None:
-        dropped = self._kept.pop(owner, {}).values()
-        self._kept_bytes -= sum(map(len, dropped)) + ANSWER_BYTES * len(dropped)
 
 
 def _encoded(tool: str, result: Any) -> bytes:

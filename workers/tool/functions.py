@@ -34,7 +34,7 @@ MARK = "__tokenbus_tool__"
 MAX_TIMEOUT_S = 600.0
 """Maximum time-out of a tool, in seconds."""
 _PLAIN = (str, int, float, bool, type(None))
-"""The schema of a tool shows the default of a parameter if the default has one of these types."""
+"""If a parameter's default has one of these types, the tool's schema shows the default."""
 
 InThread = Callable[[Callable[[], Any]], "typing.Awaitable[Any]"]
 """Runs a function on a thread, and returns its result."""
@@ -53,8 +53,9 @@ class Served(Protocol):
     info: Tool
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
-        """Calls the tool with a JSON object. Returns the result; raises RequestError for arguments
-        that do not match the schema, and any exception of the tool."""
+        """Calls the tool and returns its result. ``arguments`` is a JSON object. Raises
+        RequestError if the arguments do not match the schema. Exceptions of the tool are not
+        caught."""
 
 
 @overload
@@ -78,7 +79,7 @@ class Function:
     """A Python function as a tool. Raises RequestError if the function cannot be a tool."""
 
     def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
-        """``timeout_s``: the time-out, unless ``tool`` has set another one."""
+        """``timeout_s``: the time-out of a function for which ``tool`` has not set a time-out."""
         marked: _Marked = getattr(function, MARK, _Marked())
         name = marked.name or function.__name__
         timeout_s = timeout_s if marked.timeout_s is None else marked.timeout_s
@@ -164,7 +165,7 @@ def _module(source: str) -> ModuleType:
         if spec is None or spec.loader is None or not path.is_file():
             raise _wrong(f"the file {source} does not exist")
         module = importlib.util.module_from_spec(spec)
-        # Type hints of classes in the module are looked up by the module's name.
+        # Python looks up the type hints of the module's classes by the module's name.
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         return module
@@ -175,8 +176,8 @@ def _module(source: str) -> ModuleType:
 
 
 def _arguments(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """A struct type with the parameters of a function as its fields. Raises TypeError if a
-    parameter cannot be given by its name."""
+    """A struct type whose fields are the parameters of a function. Raises TypeError if a parameter
+    cannot be given by its name."""
     hints = typing.get_type_hints(function, include_extras=True)
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -1,7 +1,8 @@
-"""The tools of a server of the Model Context Protocol, which runs as a child process of the worker.
+"""The tools of a server of the Model Context Protocol (MCP). The server runs as a child process of
+the worker.
 
-Source: the client of the package mcp (https://modelcontextprotocol.io), over standard input and
-output.
+Source: the client of the package mcp (https://modelcontextprotocol.io), which sends and receives
+over the server's standard input and output.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ _decode = json_decoder(dict[str, Any]).decode
 
 
 class McpServer:
-    """An MCP server. Its process ends with the worker, because its standard input is then
-    closed."""
+    """An MCP server. When the worker ends, the server's standard input is closed, and the server
+    ends."""
 
     def __init__(self, command: str, timeout_s: float, ended: Callable[[str], None]) -> None:
         """``command``: the server and its arguments, as in a shell. ``timeout_s``: the time-out of
-        each tool. ``ended`` is called with the reason when the server has ended; the worker then
-        cannot serve its tools. Raises RequestError if the command is not valid."""
+        each tool. When the server has ended, ``ended`` is called with the reason, because the
+        worker can no longer serve the server's tools. Raises RequestError if the command is not
+        valid."""
         try:
             words = shlex.split(command)
         except ValueError as error:
@@ -129,8 +131,8 @@ class _McpTool:
 
 
 async def _listed(session: ClientSession) -> list[McpTool]:
-    """The tools of a server. Further pages of the server's list are read until there are
-    ``MAX_TOOLS`` tools. Tools whose names are not valid are left out."""
+    """The tools of a server. A server lists its tools page by page. Pages are read until
+    ``MAX_TOOLS`` tools are found or the list ends. Tools whose names are not valid are left out."""
     tools: list[McpTool] = []
     cursor = None
     while len(tools) < MAX_TOOLS:
@@ -155,13 +157,15 @@ def _result(name: str, answer: CallToolResult) -> Any:
     if answer.structured_content is None:
         return "\n".join(texts)
     structured = answer.structured_content
-    # If a result is not an object, servers wrap it in an object with the key ``result``.
+    # If the result of a tool is not an object, the server wraps it in an object with the key
+    # ``result``.
     alone = isinstance(structured, dict) and structured.keys() == {"result"}
     return structured["result"] if alone else structured
 
 
 def _cause(error: Exception) -> Exception:
-    """The first error of a group of errors, which the package raises if a task group has failed."""
+    """The first error of an exception group. The package raises a group if a task group has
+    failed."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

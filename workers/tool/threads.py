@@ -1,5 +1,5 @@
-"""The threads of a tool worker. Owners of calls take turns, and each owner may have a share of the
-threads.
+"""Divides the threads of a tool worker among the owners of calls. The owner of a call is a client,
+with one of its users. Owners take turns, and each owner may use a share of the threads.
 
 All methods run on the thread of the event loop.
 """
@@ -14,7 +14,7 @@ from ...protocol.shares import fits_share, max_share
 
 
 class CallOwner(NamedTuple):
-    """The client and the user whose shares of the threads include a call. CALL names both."""
+    """The owner of a call: a client and one of its users. The message CALL names both."""
 
     client: str
     user: str
@@ -26,13 +26,14 @@ class Threads:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._busy: Counter[tuple[str, str | None]] = Counter()
-        """Number of busy threads, by client and user. The user None stands for all users of the
-        client."""
+        """Number of busy threads, by client and user. The key (client, None) counts the threads of
+        all users of the client."""
         self._num_busy = 0
         self._waiting: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]]
         self._waiting = OrderedDict()
-        """The waiting calls by client and user. The first client has the next turn, and within this
-        client the first user. A call waits only while its owner may not have another thread."""
+        """The waiting calls by client and user, in the order of their turns: the first client has
+        the next turn, and the first user among the users of this client. A call waits only while
+        its owner may not have another thread."""
 
     async def acquire(self, owner: CallOwner) -> None:
         """Waits until ``owner`` may have another thread, and counts the thread."""
@@ -52,8 +53,8 @@ class Threads:
             raise
 
     def release(self, owner: CallOwner) -> None:
-        """Stops counting a thread, because its function has returned. Gives the thread to a waiting
-        call."""
+        """Stops counting a thread whose function has returned. Gives threads to waiting calls whose
+        owners may have another thread."""
         self._num_busy -= 1
         for place in _places(owner):
             self._busy[place] -= 1
@@ -62,12 +63,12 @@ class Threads:
         while (following := self._next()) is not None:
             turn = self._waiting[following.client][following.user][0]
             self._remove(following, turn)
-            # The other clients, and the other users of this client, have their turns first.
+            # This client and this user have their next turn after all others.
             if users := self._waiting.get(following.client):
                 self._waiting.move_to_end(following.client)
                 if following.user in users:
                     users.move_to_end(following.user)
-            # The task of a cancelled turn may not have run yet.
+            # A turn may be cancelled although its task has not yet removed it.
             if not turn.cancelled():
                 self._take(following)
                 turn.set_result(None)

@@ -38,7 +38,8 @@ class ToolWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         name: str = "",
     ) -> None:
-        """``loop``: the running event loop that the tools need; None if a new loop is made."""
+        """``loop``: a running event loop that the tools need. If None, the worker makes a new
+        loop."""
         self._settings = settings
         self._name = name or f"tool-{socket.gethostname()}-{os.getpid()}"
         self._tools = tools
@@ -58,8 +59,9 @@ class ToolWorker:
         """The time at which the event loop last ran a callback of this worker."""
 
     def run(self) -> int:
-        """Serves; returns 0. Returns 1 after ``fail``, or if a tool has blocked the event loop for
-        ``hung_step_s``; the broker then ends the calls with errors."""
+        """Serves, and returns the exit code: 0 after ``stop``. The exit code is 1 after ``fail``,
+        or if a tool has blocked the event loop for ``hung_step_s``. In this case the broker ends
+        the calls with errors."""
         log.info("loaded the tools %s", ", ".join(self._tools))
         self._bus.start()
         while not self._done():
@@ -77,7 +79,8 @@ class ToolWorker:
         return int(self._failed)
 
     def fail(self, reason: str) -> None:
-        """Stops the worker like ``stop``, because its tools do not work any more."""
+        """Stops the worker like ``stop``, because its tools do not work any more. ``run`` then
+        returns 1."""
         log.error("stopping: %s", reason)
         self._failed = True
         self.stop(reason)

@@ -23,7 +23,8 @@ class CachedModel:
     refs: tuple[str, ...]
     """The branches and tags that refer to the commit."""
     size: int
-    """Size of the revision's files in bytes, including files that other revisions share."""
+    """Size of the revision's files in bytes. Files that belong to other revisions too are
+    included."""
     folder: Path
 
     def is_named(self, name: HubName) -> bool:
@@ -58,10 +59,10 @@ class Cache:
         return [str(warning) for warning in self._scanned.warnings] if self._scanned else []
 
     def of(self, name: HubName) -> list[CachedModel]:
-        """The cached revisions that ``name`` refers to: all revisions of the model if the name has
-        no revision, otherwise one revision. The revision in a name is a branch, a tag, or the first
-        digits of a commit. Raises HubFault if the model or the revision is not in the cache, or if
-        several commits begin with the digits."""
+        """The cached revisions that ``name`` refers to. If the name has a revision, only this
+        revision. If it has none, all revisions of the model. The revision in a name is a branch, a
+        tag, or the first digits of a commit. Raises HubFault if the model or the revision is not in
+        the cache, or if several commits begin with these digits."""
         found = [model for model in self.models if model.repository == name.repository]
         if name.revision:
             exact = [model for model in found if model.is_named(name)]
@@ -74,8 +75,8 @@ class Cache:
         return found
 
     def remove(self, models: list[CachedModel]) -> int:
-        """Removes revisions of models; returns the number of freed bytes. Files that other
-        revisions share are kept."""
+        """Removes revisions of models; returns the number of freed bytes. Files that belong to
+        other revisions too are kept."""
         assert self._scanned is not None
         strategy = self._scanned.delete_revisions(*(model.commit for model in models))
         strategy.execute()

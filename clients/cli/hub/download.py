@@ -148,8 +148,8 @@ def wanted(name: HubName, paths: Collection[str]) -> list[str]:
 
 
 def _ggufs(paths: Collection[str]) -> str:
-    """A part of an error message. It lists the GGUF files of a repository, because each of them can
-    be pulled on its own."""
+    """The end of an error message. It lists the GGUF files of a repository. Each of these files can
+    be pulled alone."""
     files = sorted(path for path in paths if path.endswith(GGUF))
     if not files:
         return "a worker loads only safetensors and GGUF files"

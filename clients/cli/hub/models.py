@@ -1,5 +1,5 @@
-"""``tokenbus models``: the models in the cache of huggingface_hub, and those that a running system
-serves."""
+"""``tokenbus models``: the models in the cache of huggingface_hub, and the models that a running
+system serves."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def add_command(commands: Any) -> None:
         "rm",
         allow_abbrev=False,
         help="remove a downloaded model",
-        description="Removes a model from the cache of huggingface_hub: one revision if it is "
-        "named, otherwise all. A model that the running system serves is refused.",
+        description="Removes a model from the cache of huggingface_hub. If NAME has a revision, "
+        "only this revision is removed. A model that the running system serves is not removed.",
     )
     add_connection(parser)
     parser.add_argument(

@@ -40,7 +40,7 @@ class Served:
 
 
 def _is(name: str, model: CachedModel) -> bool:
-    """Whether ``name``, under which a model is served, refers to the cached revision ``model``."""
+    """Whether the served model with the name ``name`` is the cached revision ``model``."""
     if Path(name).is_relative_to(model.folder):
         return True
     try:

@@ -20,11 +20,7 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import Name
 from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
-from ..bodies import Body, body_turn, decode_in_turn
-from ..context import Gateway, gateway_of
-from ..errors import ApiError, from_tokenbus, invalid_field
-from ..events import DONE, EventStream, event, unless_disconnected
-from ..field_types import (
+from ..bodies.field_types import (
     Choices,
     MaxTokens,
     Penalty,
@@ -35,8 +31,12 @@ from ..field_types import (
     TopP,
     seed_of,
 )
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body, body_turn, decode_in_turn
+from ..context import Gateway, gateway_of
+from ..errors import ApiError, from_tokenbus, invalid_field
+from ..events import DONE, EventStream, event, unless_disconnected
 from ..json import json_response
-from ..leniency import Ignored
 from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.messages import MAX_MODULE_BYTES, StoredModule, Tagged
-from ..bodies import Body, read_body, read_bytes
+from ..bodies.reading import Body, read_body, read_bytes
 from ..context import gateway_of
 from ..json import json_response
 

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from ....protocol.messages import Name
 from ....protocol.sampling import TokenId
 from ... import GenerateOptions
-from ..bodies import Body, read_body
+from ..bodies.field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
+from ..bodies.reading import Body, read_body
 from ..context import gateway_of
 from ..events import DONE, EventStream, event, unless_disconnected
-from ..field_types import MaxTokens, Seed, Temperature, TopK, TopP, seed_of
 from ..new_ids import new_id
 from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 

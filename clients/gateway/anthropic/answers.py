@@ -1,9 +1,7 @@
-"""Collects the content blocks of an answer while its tokens arrive, and makes the response
-objects."""
+"""The answers of ``/v1/messages``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -11,62 +9,44 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from ....protocol.decoders import json_decoder
-from ....protocol.messages import Token
-from ..conversation.answers import Answer, AnswerPart, Piece, entry_text
+from ..conversation.answer_turns import AnswerTurns
+from ..conversation.answers import AnswerPart
 from ..conversation.constraints import Receipt
+from ..conversation.endings import End
 from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
-from ..conversation.tool_turns import End, ModelTurn, ToolTurns
 from ..new_ids import new_id
+from .content import BusCallBlock, BusResultBlock, TextBlock, ThinkingBlock, ToolUseBlock
 
 SIGNATURE = "tokenbus"
 """The signature of all thinking blocks. Clients send back only thinking with a signature."""
 
+STOP_REASONS: dict[End, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "max_tool_turns": "pause_turn",
+    "error": "end_turn",
+}
 STOPPED: tuple[End, ...] = ("stop", "tool_calls")
 """The values of ``End`` that a stop sequence may have caused."""
 
 
-class TextAnswer(Struct, tag="text", tag_field="type"):
-    """A block of text."""
-
-    text: str
-
-
-class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
+class ThinkingAnswer(ThinkingBlock, tag="thinking"):
     """A block of thinking, if the model's template supports thinking."""
 
-    thinking: str
     signature: str = ""
 
 
-class CallAnswer(Struct, tag="tool_use", tag_field="type"):
-    """A block that calls a tool."""
-
-    name: str
-    id: str
-    input: dict[str, Any]
-    """The input of the tool; empty if the answer was cut inside the input."""
-
-
-class BusCallAnswer(Struct, tag="mcp_tool_use", tag_field="type"):
+class BusCallAnswer(BusCallBlock, tag="mcp_tool_use"):
     """A block with a call that the gateway makes: a call of a tool of the bus, in the form of
     Anthropic's calls of MCP servers."""
 
-    name: str
-    id: str
-    input: dict[str, Any]
     server_name: str = "tokenbus"
 
 
-class BusResultAnswer(Struct, tag="mcp_tool_result", tag_field="type"):
-    """A block with the result of a call that the gateway has made."""
-
-    tool_use_id: str
-    is_error: bool
-    content: list[TextAnswer]
-
-
-AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer | BusCallAnswer | BusResultAnswer
+AnswerBlock = TextBlock | ThinkingAnswer | ToolUseBlock | BusCallAnswer | BusResultBlock
+"""A block of an answer. Requests accept the same blocks, except the fields that are added here."""
 
 
 class Usage(Struct):
@@ -100,133 +80,82 @@ class MessageAnswer(Struct):
     tokenbus: Receipt | UnsetType = UNSET
 
 
-class GrowingMessage:
-    """Builds a message, and counts its tokens, from the entries of its turns and the results of the
-    gateway's calls."""
+class MessageAnswers:
+    """Makes the answers about one message from its turns."""
 
-    def __init__(self, model: str, turns: ToolTurns, max_tokens: int) -> None:
-        self._model = model
+    def __init__(self, turns: AnswerTurns, max_tokens: int) -> None:
         self._turns = turns
         self._max_tokens = max_tokens
-        self._before: list[AnswerPart | MadeCall] = []
-        """The parts of earlier turns, and the results of their calls."""
-        self._answer = Answer(None)
-        self._first: Token | None = None
-        """The first entry of the stream, which has the number of prompt tokens."""
-        self._end: Token | None = None
-        self._input = self._cached = self._output = 0
-
-    @property
-    def offset(self) -> int:
-        """The index of the first block of the last turn."""
-        return len(self._before)
-
-    @property
-    def parts(self) -> list[AnswerPart | MadeCall]:
-        """The parts of the message so far. Each part becomes one block."""
-        return [*self._before, *self._answer.parts]
-
-    def begin_turn(self, turn: ModelTurn) -> None:
-        """Begins the next turn."""
-        self._answer = turn.answer = Answer(turn.prepared.form, "toolu_")
-
-    def add(self, entries: Iterable[Token]) -> list[Piece]:
-        """Adds entries; returns the changes of the turn's parts."""
-        pieces: list[Piece] = []
-        for entry in entries:
-            self._first = self._first or entry
-            self._input += entry.prompt_tokens
-            self._cached += entry.cached_tokens
-            self._output += (entry.token is not None) - entry.backtrack
-            pieces += self._answer.feed(entry_text(self._answer.form, entry))
-            if entry.finish_reason is not None:
-                self._end = entry
-                pieces += self._answer.end()
-        return pieces
-
-    def add_made(self, calls: Iterable[MadeCall]) -> None:
-        """Adds the results of a turn's calls."""
-        self._before = [*self.parts, *calls]
-        self._answer = Answer(None)
 
     def block(self, part: AnswerPart | MadeCall, empty: bool = False) -> AnswerBlock:
         """The content block for a part. ``empty``: the block has no text or input, as in the event
         that begins the block."""
         match part:
             case Text(text):
-                return TextAnswer("" if empty else text)
+                return TextBlock(text="" if empty else text)
             case Thinking(text):
-                return ThinkingAnswer("") if empty else ThinkingAnswer(text, SIGNATURE)
+                if empty:
+                    return ThinkingAnswer(thinking="")
+                return ThinkingAnswer(thinking=text, signature=SIGNATURE)
             case MadeCall():
-                return BusResultAnswer(part.id, bool(part.error), [TextAnswer(part.text)])
+                content = [TextBlock(text=part.text)]
+                failed = bool(part.error)
+                return BusResultBlock(tool_use_id=part.id, content=content, is_error=failed)
             case Call():
-                kind = BusCallAnswer if self._turns.is_served(part.name) else CallAnswer
-                return kind(part.name, part.id, {} if empty else _input(part))
-
-    # --- response objects -----------------------------------------------------------------------
+                kind = BusCallAnswer if self._turns.is_served(part) else ToolUseBlock
+                return kind(id=part.id, name=part.name, input={} if empty else _input(part))
 
     @property
     def ended(self) -> Ended:
         """Why the message ended."""
-        end = self._end
-        if end is not None and isinstance(end.stop, str) and self._turns.end in STOPPED:
-            return Ended("stop_sequence", end.stop)
-        match self._turns.end:
-            case "":
-                return Ended(None, None)
-            case "length":
-                full = self._output < self._max_tokens
-                return Ended("model_context_window_exceeded" if full else "max_tokens", None)
-            case "tool_calls":
-                return Ended("tool_use", None)
-            case "max_tool_turns":
-                return Ended("pause_turn", None)
-            case "error":
-                # To continue the answer, the client may send back the calls that the gateway has
-                # made.
-                return Ended("pause_turn" if self._turns.made else "end_turn", None)
-        return Ended("end_turn", None)
+        turns = self._turns
+        last = turns.turns[-1].sequences.get(0)
+        if turns.end in STOPPED and last is not None and isinstance(last.stop, str):
+            return Ended("stop_sequence", last.stop)
+        if turns.end == "length" and turns.counter.completion < self._max_tokens:
+            return Ended("model_context_window_exceeded", None)
+        if turns.end == "error" and turns.made:
+            # To continue the answer, the client may send back the calls that the gateway has made.
+            return Ended("pause_turn", None)
+        return Ended(None if turns.end is None else STOP_REASONS[turns.end], None)
 
     @property
     def usage(self) -> Usage:
         """The cost of the message so far, in tokens."""
-        return Usage(self._input - self._cached, 0, self._cached, self._output)
+        counter = self._turns.counter
+        return Usage(counter.prompt - counter.cached, 0, counter.cached, counter.completion)
 
     @property
     def receipt(self) -> Receipt | None:
         """The receipt; None before the end, or if the receipt would be empty."""
-        if not self._turns.end:
-            return None
-        receipt = self._turns.receipt()
         # The blocks report the calls, so the receipt does not.
-        receipt.tool_calls = []
-        return receipt if receipt != Receipt() else None
+        return self._turns.receipt(calls=False) if self._turns.end is not None else None
 
-    def started(self, first: Token) -> MessageAnswer:
-        """The message before its first block; ``first`` is the first entry of its stream."""
-        cached = first.cached_tokens
-        return self._message([], Usage(first.prompt_tokens - cached, 0, cached, 0))
+    def started(self) -> MessageAnswer:
+        """The message before its first block."""
+        message = self.message()
+        message.content, message.usage.output_tokens = [], 0
+        return message
 
     def message(self) -> MessageAnswer:
-        """The message so far."""
-        return self._message([self.block(part) for part in self.parts], self.usage)
-
-    def _message(self, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:
+        """The message so far. Each part, and each call that the gateway has made, becomes one
+        block."""
         ended = self.ended
         return MessageAnswer(
             new_id("msg_"),
             "message",
             "assistant",
-            self._model,
-            content,
+            self._turns.plan.prepared.name,
+            [self.block(part) for part in self._turns.parts],
             ended.stop_reason,
             ended.stop_sequence,
-            usage,
+            self.usage,
             self.receipt or UNSET,
         )
 
 
 def _input(call: Call) -> dict[str, Any]:
+    """The input of a tool; empty if the answer was cut inside the input."""
     with suppress(msgspec.DecodeError):
         return json_decoder(dict[str, Any]).decode(str(call.arguments))
     return {}

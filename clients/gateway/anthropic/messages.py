@@ -2,258 +2,139 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import Code, TokenbusError, error_for
-from ....protocol.messages import Token
-from ... import GenerateOptions
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
+from ..conversation.answer_turns import AnswerTurns, Arrived, Made
 from ..conversation.answers import Piece
-from ..conversation.bus_tools import described
 from ..conversation.made_calls import MadeCall
-from ..conversation.parts import Call, Conversation, Thinking
-from ..conversation.planning import Prepared, prepare
-from ..conversation.tool_turns import Arrived, Loop, Made, ModelTurn, ToolTurns
-from ..errors import ApiError, from_tokenbus
-from ..events import EventStream, event, unless_disconnected
-from ..field_types import kept_tokens, stops_of
+from ..conversation.parts import Call, Text, Thinking
+from ..conversation.requests import plan, prepared_of
+from ..events import event, unless_disconnected
+from ..generation.respond import StreamForm, respond
 from ..json import json_response
-from ..leniency import Ignored
-from ..openai.generations import Generations, chat_generations
-from ..openai.usage import Counter
-from ..tokenization import num_items
-from .answers import SIGNATURE, GrowingMessage
-from .bodies import CountTokens, CreateMessage, Messages, TokenCount
-from .conversation import to_conversation
+from .answers import SIGNATURE, MessageAnswer, MessageAnswers
+from .bodies import CountTokens, CreateMessage, TokenCount
 
 PATH = "/v1/messages"
-PING_S = 10.0
-"""Seconds without a new entry after which a ``ping`` is sent, so that proxies do not close the
-connection."""
+Change = tuple[int, Piece | MadeCall]
+"""A change of a block: the index of the block, and the change of its part, or its call."""
 
 
-class Planned(NamedTuple):
-    """A conversation and its prepared form."""
-
-    conversation: Conversation
-    prepared: Prepared
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
-@dataclass
-class MessageJob:
-    """One request for a message."""
-
-    message: GrowingMessage
-    turns: ToolTurns
+PING = _event("ping")
+STREAM = StreamForm(lambda error: event(error.body(PATH), "error"), PING)
 
 
 async def create(request: Request) -> Response:
     """Answers with a message, as one object or as a stream of events."""
     ignored = ignored_of(request)
     body = await read_body(request, CreateMessage, ignored)
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, ignored))
-    if body.stream:
-        events = _events(job)
-        # The answer begins after the first event, so that a refusal can have an error status.
-        first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(_pinged(first, events), ignored.headers)
-    await unless_disconnected(request.receive, _read(job))
-    return json_response(job.message.message(), headers=ignored.headers)
+    work = _begin(gateway_of(request), body, ignored)
+    return await respond(request, work, ignored, stream=body.stream, form=STREAM)
 
 
 async def count_tokens(request: Request) -> Response:
     """Answers with the number of tokens of a conversation's prompt."""
     ignored = ignored_of(request)
     body = await read_body(request, CountTokens, ignored)
-    work = _prepared(gateway_of(request), body, ignored)
-    planned = await unless_disconnected(request.receive, work)
-    return json_response(TokenCount(len(planned.prepared.ids)), headers=ignored.headers)
-
-
-async def _prepared(gateway: Gateway, body: Messages, ignored: Ignored) -> Planned:
-    if body.thread is not None:
-        raise ApiError(
-            400,
-            "thread: messages are not stored; send the whole conversation as messages",
-            code="thread_unsupported_request",
-            param="thread",
-        )
-    served = await described(gateway, body.bus_tools) if body.bus_tools else {}
-    conversation = await gateway.models.tokenization.prepare(
-        num_items(body.messages, body.tools), lambda: to_conversation(body, served)
-    )
-    return Planned(conversation, await prepare(gateway, body.model, conversation, ignored))
+    body.check()
+    work = prepared_of(gateway_of(request), body, ignored)
+    _, prepared = await unless_disconnected(request.receive, work)
+    return json_response(TokenCount(len(prepared.ids)), headers=ignored.headers)
 
 
 async def _begin(gateway: Gateway, body: CreateMessage, ignored: Ignored) -> MessageJob:
-    planned = await _prepared(gateway, body, ignored)
-    counter = Counter()
-
-    def begin(prepared: Prepared, max_tokens: int | None) -> Generations:
-        options = _options(body, prepared)
-        if max_tokens is not None:
-            options["max_tokens"] = max_tokens
-        return chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
-
-    bounds = body.max_tokens, body.max_tool_turns
-    loop = Loop(frozenset(body.bus_tools), begin, lambda: counter.completion, *bounds)
-    first = ModelTurn(planned.prepared, begin(planned.prepared, None))
-    turns = ToolTurns(gateway, planned.conversation, first, loop)
-    return MessageJob(GrowingMessage(planned.prepared.name, turns, body.max_tokens), turns)
+    body.check()
+    turns = AnswerTurns.begin(await plan(gateway, body, ignored))
+    return MessageJob(turns, MessageAnswers(turns, body.max_tokens))
 
 
-def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:
-    options: GenerateOptions = {
-        "model": prepared.model.name,
-        "text": True,
-        "max_tokens": body.max_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "stop": stops_of(body.stop_sequences),
-        **kept_tokens(body.top_p, body.top_k),
-    }
-    return options if prepared.constraint is None else {**options, **prepared.constraint.options}
+@dataclass
+class MessageJob:
+    """One request for a message."""
 
+    turns: AnswerTurns
+    answers: MessageAnswers
+    _open: int | None = None
+    """The index of the block that is open. At most one block is open at a time."""
 
-async def _read(job: MessageJob) -> None:
-    """Reads the answer to its end; raises ApiError or TokenbusError."""
-    async with aclosing(changes_of(job)) as changes:
-        async for _ in changes:
-            pass
+    async def whole(self) -> MessageAnswer:
+        """The message when it has ended."""
+        async with aclosing(self.changes()) as changes:
+            async for _ in changes:
+                pass
+        return self.answers.message()
 
+    async def changes(self) -> AsyncGenerator[list[Change], None]:
+        """Yields the changes of blocks."""
+        offset = 0
+        async with aclosing(self.turns.events()) as events:
+            async for one in events:
+                match one:
+                    case Arrived(turn, entries):
+                        answer = turn.answer()
+                        pieces = [piece for entry in entries for piece in answer.read(entry)]
+                        yield [(offset + piece.place, piece) for piece in pieces]
+                    case Made(turn):
+                        offset += len(turn.parts)
+                        yield list(enumerate(turn.made, offset))
+                        offset += len(turn.made)
 
-async def changes_of(
-    job: MessageJob,
-) -> AsyncGenerator[tuple[list[Token], list[Piece]] | list[MadeCall], None]:
-    """Adds the entries and calls of all turns to the message. Yields entries with the changes that
-    they make, and the calls of each turn. Raises TokenbusError if the first entry is an error."""
-    first = True
-    async with aclosing(job.turns.events()) as events:
-        async for one in events:
-            match one:
-                case Arrived(turn, entries):
-                    if turn.answer is None:
-                        job.message.begin_turn(turn)
-                    begin = entries[0]
-                    if first and begin.finish_reason == "error":
-                        raise error_for(
-                            begin.code or Code.INTERNAL, begin.error or "the sequence failed"
-                        )
-                    first = False
-                    yield list(entries), job.message.add(entries)
-                case Made(calls=calls):
-                    job.message.add_made(calls)
-                    yield calls
-
-
-async def _events(job: MessageJob) -> AsyncGenerator[bytes, None]:
-    message = job.message
-    blocks = _Blocks(message)
-    started = False
-    async with aclosing(changes_of(job)) as changes:
-        async for change in changes:
-            parts = []
-            if isinstance(change, list):
-                parts.append(blocks.made(change))
-            else:
-                entries, pieces = change
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a streamed message."""
+        answers = self.answers
+        started = False
+        async with aclosing(self.changes()) as changes:
+            async for batch in changes:
+                parts = [part for change in batch for part in self._of(*change)]
                 if not started:
-                    start = {"type": "message_start", "message": message.started(entries[0])}
-                    parts.append(_event(start) + PING)
+                    parts = [_event("message_start", message=answers.started()), PING, *parts]
                     started = True
-                parts.append(blocks.events(pieces))
-            if part := b"".join(parts):
-                yield part
-    delta = {"type": "message_delta", "delta": message.ended, "usage": message.usage}
-    if message.receipt is not None:
-        delta["tokenbus"] = message.receipt
-    yield blocks.end() + _event(delta) + _event({"type": "message_stop"})
+                if parts:
+                    yield b"".join(parts)
+        fields = {} if answers.receipt is None else {"tokenbus": answers.receipt}
+        last = _event("message_delta", delta=answers.ended, usage=answers.usage, **fields)
+        yield b"".join(self._end()) + last + _event("message_stop")
 
+    def _of(self, place: int, change: Piece | MadeCall) -> Iterator[bytes]:
+        """The events that report a change of the block with the index ``place``."""
+        if isinstance(change, MadeCall) or change.begins:
+            yield from self._end()
+            self._open = place
+            part = change if isinstance(change, MadeCall) else change.part
+            block = self.answers.block(part, empty=True)
+            yield _event("content_block_start", index=place, content_block=block)
+        if isinstance(change, Piece) and change.text:
+            yield _event("content_block_delta", index=place, delta=_delta(change))
 
-async def _pinged(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yields ``first`` and then ``events``, and a ping after each ``PING_S`` seconds without an
-    event. If ``events`` raises an error, the last event reports this error."""
-    reading: asyncio.Task[bytes | None] | None = None
-    try:
-        part: bytes | None = first
-        while part is not None:
-            yield part
-            reading = asyncio.ensure_future(anext(events, None))
-            while not (await asyncio.wait((reading,), timeout=PING_S))[0]:
-                yield PING
-            part = reading.result()
-    except ApiError as error:
-        yield event(error.body(PATH), "error")
-    except TokenbusError as error:
-        yield event(from_tokenbus(error).body(PATH), "error")
-    finally:
-        if reading is not None:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-        await events.aclose()
-
-
-class _Blocks:
-    """Makes the events of an answer's blocks. At most one block is open at a time."""
-
-    def __init__(self, message: GrowingMessage) -> None:
-        self._message = message
-        self._open = -1
-
-    def events(self, pieces: Iterable[Piece]) -> bytes:
-        """The events that report changes of blocks; empty if no block changes."""
-        parts = []
-        for piece in pieces:
-            place = self._message.offset + piece.place
-            if piece.begins:
-                parts += [self.end(), self._start(place)]
-            if piece.text:
-                parts.append(_delta(piece, place))
-        return b"".join(parts)
-
-    def made(self, calls: Sequence[MadeCall]) -> bytes:
-        """The events that report the results of a turn's calls. The results are the last blocks."""
-        parts = []
-        for place in range(self._message.offset - len(calls), self._message.offset):
-            parts += [self.end(), self._start(place)]
-        return b"".join(parts)
-
-    def end(self) -> bytes:
-        """The events that end the open block; empty if no block is open."""
-        if self._open < 0:
-            return b""
-        place, self._open = self._open, -1
-        stop = _event({"type": "content_block_stop", "index": place})
-        if isinstance(self._message.parts[place], Thinking):
+    def _end(self) -> Iterator[bytes]:
+        """The events that end the open block, if a block is open."""
+        place, self._open = self._open, None
+        if place is None:
+            return
+        if isinstance(self.turns.parts[place], Thinking):
             delta = {"type": "signature_delta", "signature": SIGNATURE}
-            change = {"type": "content_block_delta", "index": place, "delta": delta}
-            return _event(change) + stop
-        return stop
-
-    def _start(self, place: int) -> bytes:
-        self._open = place
-        block = self._message.block(self._message.parts[place], empty=True)
-        return _event({"type": "content_block_start", "index": place, "content_block": block})
+            yield _event("content_block_delta", index=place, delta=delta)
+        yield _event("content_block_stop", index=place)
 
 
-def _delta(piece: Piece, place: int) -> bytes:
-    delta = {"type": "text_delta", "text": piece.text}
-    if isinstance(piece.part, Thinking):
-        delta = {"type": "thinking_delta", "thinking": piece.text}
-    elif isinstance(piece.part, Call):
-        delta = {"type": "input_json_delta", "partial_json": piece.text}
-    return _event({"type": "content_block_delta", "index": place, "delta": delta})
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return event(value, value["type"])
-
-
-PING = _event({"type": "ping"})
+def _delta(piece: Piece) -> dict[str, str]:
+    match piece.part:
+        case Text():
+            return {"type": "text_delta", "text": piece.text}
+        case Thinking():
+            return {"type": "thinking_delta", "thinking": piece.text}
+        case Call():
+            return {"type": "input_json_delta", "partial_json": piece.text}

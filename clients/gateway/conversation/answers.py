@@ -26,8 +26,6 @@ class Piece(NamedTuple):
     the text of the call's arguments."""
     begins: bool
     """Whether the part is new."""
-    number: int
-    """Number of calls before this part."""
 
 
 def entry_text(form: AnswerForm | None, entry: Token) -> str:
@@ -46,12 +44,11 @@ class Answer:
         self.parts: list[AnswerPart] = []
         self._reader = PartReader(form) if form is not None else None
         self._call_prefix = call_prefix
-        self._num_calls = 0
 
     @property
     def called(self) -> bool:
         """Whether a call has begun."""
-        return self._num_calls > 0
+        return any(isinstance(part, Call) for part in self.parts)
 
     def feed(self, text: str) -> list[Piece]:
         """Adds text of the sequence, in the form that ``entry_text`` returns."""
@@ -64,17 +61,20 @@ class Answer:
         rest = self._reader.end() if self._reader is not None else []
         return [self._take(part) for part in rest]
 
+    def read(self, entry: Token) -> list[Piece]:
+        """Adds the text of an entry, and the rest of the text if the entry is the last one."""
+        pieces = self.feed(entry_text(self.form, entry))
+        return pieces if entry.finish_reason is None else pieces + self.end()
+
     def _take(self, part: Part) -> Piece:
         if part.kind != "call":
             return self._write(Thinking if part.kind == "reasoning" else Text, part.text)
         if part.called is not None:
             self.parts.append(Call(new_id(self._call_prefix), part.called, ""))
-            self._num_calls += 1
         call = self.parts[-1]
         assert isinstance(call, Call)
         call.arguments = f"{call.arguments}{part.text}"
-        begins = part.called is not None
-        return Piece(len(self.parts) - 1, call, part.text, begins, self._num_calls - 1)
+        return Piece(len(self.parts) - 1, call, part.text, part.called is not None)
 
     def _write(self, kind: type[Text | Thinking], text: str) -> Piece:
         last = self.parts[-1] if self.parts else None
@@ -83,4 +83,4 @@ class Answer:
             last = kind("")
             self.parts.append(last)
         last.text += text
-        return Piece(len(self.parts) - 1, last, text, begins, self._num_calls)
+        return Piece(len(self.parts) - 1, last, text, begins)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from .answers import entry_text
+from .constraints import Receipt
 
 
 class GrowingChoice:
     """The text of one sequence so far, with a piece for each token. A fork begins with a copy of
     the pieces, and a backtrack removes pieces."""
 
-    def __init__(self, pieces: Sequence[str] = ()) -> None:
+    def __init__(self, seq: int, pieces: Sequence[str] = ()) -> None:
+        self.seq = seq
         self.pieces = list(pieces)
         self.logs = ""
         self.storage: list[object] = []
@@ -54,7 +57,7 @@ class GrowingChoices:
         if choice is None:
             parent = self._by_seq.get(entry.parent) if entry.parent is not None else None
             before = parent.pieces[: entry.pos + entry.backtrack] if parent is not None else []
-            choice = self._by_seq[entry.seq] = GrowingChoice(before)
+            choice = self._by_seq[entry.seq] = GrowingChoice(entry.seq, before)
             inherited = "".join(before)
         text = entry_text(self._form, entry)
         removed = choice.take(entry, text)
@@ -62,3 +65,65 @@ class GrowingChoices:
             # The client has not received any text of this choice, so it has nothing to remove.
             return 0, inherited[: len(inherited) - removed] + text, choice
         return removed, text, choice
+
+
+class Step(NamedTuple):
+    """New text of one sequence, from entries that have arrived together."""
+
+    seq: int
+    text: str
+    entry: Token | None = None
+    """The last entry, if it has more than text; otherwise None."""
+    removed: int = 0
+    """Number of characters that ``entry`` removes from the earlier text."""
+    choice: GrowingChoice | None = None
+    """The sequence so far, if ``entry`` is given."""
+
+    def receipt(self, ended: Receipt | None) -> Receipt | None:
+        """The receipt of a chunk for this step. ``ended``: the receipt of the ended sequence, if
+        the step is its last one."""
+        entry = self.entry
+        if entry is None or not (self.removed or entry.messages or entry.waiting):
+            return ended
+        receipt = ended or Receipt()
+        receipt.backtrack = self.removed
+        receipt.messages, receipt.waiting = list(entry.messages), entry.waiting
+        return receipt
+
+
+class Steps:
+    """Joins the texts of entries that arrive together."""
+
+    def __init__(self, form: AnswerForm | None, *, constrained: bool, single: bool) -> None:
+        """``constrained``: whether the answer has a constraint. ``single``: whether each entry gets
+        a step of its own, for example because its log-probability is reported."""
+        self._form = form
+        self._single = single
+        self._plain = not constrained and not single
+        """Whether all entries of a sequence except its last entry have only text."""
+        self._choices = GrowingChoices(form)
+
+    def take(self, entries: Sequence[Token]) -> list[Step]:
+        """Adds entries; returns the steps that they make. Steps without text are left out unless
+        they have an entry."""
+        steps: list[Step] = []
+        texts: dict[int, str] = {}
+        for entry in entries:
+            seq = entry.seq
+            if self._plain and entry.finish_reason is None:
+                text = entry_text(self._form, entry)
+                if text:
+                    texts[seq] = texts.get(seq, "") + text
+                continue
+            removed, text, choice = self._choices.take(entry)
+            before = texts.pop(seq, "")
+            whole = self._single or bool(entry.messages or entry.waiting)
+            if not removed and entry.finish_reason is None and not whole:
+                texts[seq] = before + text
+                continue
+            if removed and before:
+                steps.append(Step(seq, before))
+                before = ""
+            steps.append(Step(seq, before + text, entry, removed, choice))
+        steps += [Step(seq, text) for seq, text in texts.items() if text]
+        return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from .constraints import Constraint
 from .tools import Tool
@@ -131,6 +131,21 @@ class Conversation:
     def offered(self) -> list[Tool]:
         """The tools that the prompt describes."""
         return [] if self.rules.choice == "none" else self.tools
+
+
+class HasText(Protocol):
+    """A part of a content in a request."""
+
+    @property
+    def text(self) -> str:
+        """The text of the part."""
+
+
+def texts_of(content: str | Iterable[HasText] | None) -> list[Text]:
+    """The texts of a content, which is a text or a list of parts."""
+    if isinstance(content, str):
+        return [Text(content)]
+    return [Text(part.text) for part in content or ()]
 
 
 def text_of(parts: Iterable[Part]) -> str:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from ....protocol.messages import Token
 from ... import GeneratedSequence
 from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
 from ..models import ServedModel
-from ..templates import Templates, template_of
-from .constraints import Constraint
+from ..templates.templates import Templates, template_of
+from .answers import Answer
+from .constraints import Constraint, Receipt
+from .endings import receipt_of
+from .growing import GrowingChoice
 from .parts import AnswerRules, Conversation
 from .rendering import Resources
 from .schemas import Checked, Checks, enforced_schema
@@ -49,6 +53,23 @@ class Prepared:
         if self.form is None:
             return sequence.text
         return self.form.whole_text(self.model, sequence)
+
+    def answer_of(self, sequence: GeneratedSequence, call_prefix: str = "call_") -> Answer:
+        """The parts of a finished sequence. ``call_prefix``: the beginning of the ids of calls."""
+        answer = Answer(self.form, call_prefix)
+        answer.feed(self.whole_text(sequence))
+        answer.end()
+        return answer
+
+    def receipt_of(
+        self, sequence: GeneratedSequence | GrowingChoice, end: Token | None = None
+    ) -> Receipt | None:
+        """The receipt of an ended sequence with the outcome of its checks; None if it would be
+        empty. ``end``: as in ``endings.receipt_of``."""
+        receipt = receipt_of(self.constraint, sequence, end)
+        if receipt is not None:
+            receipt.keywords = self.checks.outcomes.get(sequence.seq, {})
+        return receipt
 
 
 async def prepare(

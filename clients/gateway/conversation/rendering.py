@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..bodies import check_inner
+from ..bodies.leniency import Ignored
+from ..bodies.reading import check_inner
 from ..errors import invalid_field
-from ..leniency import Ignored
 from ..models import ModelTable, ServedModel
-from ..templates import TemplateRefusalError, Templates, template_of
+from ..templates.templates import TemplateRefusalError, Templates, template_of
 from . import tools
 from .order import arrangements, without_developers
 from .parts import Call, Conversation, Rendering, Result, Text, Turn, of_kind, text_of, thinking_of

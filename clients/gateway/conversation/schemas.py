@@ -22,7 +22,7 @@ from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
 from ..models import ServedModel
-from ..templates import Templates
+from ..templates.templates import Templates
 from ..tokenization import MAX_LOOP_ITEMS
 from .answers import Answer
 from .constraints import KeywordState, Schema

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....protocol.errors import Code, RequestError
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
 from ..models import ServedModel
 from .parts import Conversation, Result, Turn, of_kind
 from .rendering import Resources, prompt_ids

@@ -8,13 +8,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Schema, json_object, json_schema
-from ..conversation.parts import AnswerRules, Conversation, Part, Result, Text, Thinking, Turn
-from ..conversation.parts import Call as CallPart
-from ..conversation.tools import Tool
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     FunctionName,
     MaybeStop,
     MaybeStops,
@@ -28,7 +22,13 @@ from ..field_types import (
     sampling_of,
     stops_of,
 )
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint, Schema, json_object, json_schema
+from ..conversation.parts import AnswerRules, Conversation, Part, Result, Text, Thinking, Turn
+from ..conversation.parts import Call as CallPart
+from ..conversation.tools import Tool
+from ..errors import invalid_field
 
 TEMPERATURE = 0.8
 """Ollama's default temperature."""
@@ -188,9 +188,9 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
-    """The turns of a conversation. A result without the id of a call belongs to the first call that
-    does not have a result yet. If the result has a ``tool_name``, it belongs to the first such call
-    of this function."""
+    """The turns of a conversation. A result without ``tool_call_id`` belongs to the first call that
+    does not have a result yet. If the result has a ``tool_name``, only calls of the function with
+    this name count."""
     turns = []
     open_calls = _OpenCalls()
     for number, message in enumerate(messages):

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.messages import Token
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer, AnswerPart, entry_text
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared, prepare
 from ..conversation.schemas import Checks
 from ..errors import ApiError
-from ..events import unless_disconnected
-from ..json import encode, json_response
-from ..leniency import Ignored
-from ..openai.generations import Generations, chat_generations
-from ..openai.usage import Counter
+from ..generation.counter import Counter
+from ..generation.generations import Generations, chat_generations
+from ..generation.respond import StreamForm, respond
+from ..json import encode
 from ..tokenization import num_items
 from .bodies import (
     AnsweredCall,
@@ -38,6 +38,8 @@ from .bodies import (
 )
 from .lines import LineStream
 from .names import served_name
+
+LINES = StreamForm(lambda error: encode({"error": error.message}) + b"\n", response=LineStream)
 
 
 @dataclass
@@ -55,31 +57,35 @@ class Job:
     """The time of the first token, in nanoseconds of ``time.monotonic_ns``; 0 before the first
     token."""
 
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the lines of a streamed answer."""
+        async for pieces, end in _pieces(self):
+            for part, text in pieces:
+                yield encode(_line(self, [(part, text)])) + b"\n"
+            if end.finish_reason is not None:
+                yield encode(_ended(self, _line(self, []), end)) + b"\n"
+
+    async def whole(self) -> OllamaAnswer:
+        """The answer as one object."""
+        found = [(pieces, end) async for pieces, end in _pieces(self)]
+        parts = [piece for pieces, _ in found for piece in pieces]
+        return _ended(self, _line(self, parts), found[-1][1])
+
 
 async def chat(request: Request) -> Response:
     """Answers a conversation."""
     ignored = ignored_of(request)
     body = await read_body(request, ChatRequest, ignored)
-    return await _respond(request, body, ignored)
+    work = _begin(gateway_of(request), body, ignored)
+    return await respond(request, work, ignored, stream=body.stream is not False, form=LINES)
 
 
 async def generate(request: Request) -> Response:
     """Answers a prompt."""
     ignored = ignored_of(request)
     body = await read_body(request, GenerateRequest, ignored)
-    return await _respond(request, body, ignored)
-
-
-async def _respond(
-    request: Request, body: ChatRequest | GenerateRequest, ignored: Ignored
-) -> Response:
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, ignored))
-    if body.stream is False:
-        answer = await unless_disconnected(request.receive, _whole(job))
-        return json_response(answer, headers=ignored.headers)
-    lines = _lines(job)
-    first = await unless_disconnected(request.receive, anext(lines))
-    return LineStream(_until_error(first, lines), ignored.headers)
+    work = _begin(gateway_of(request), body, ignored)
+    return await respond(request, work, ignored, stream=body.stream is not False, form=LINES)
 
 
 async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored: Ignored) -> Job:
@@ -123,33 +129,6 @@ async def _pieces(job: Job) -> AsyncGenerator[tuple[list[tuple[AnswerPart, str]]
         if end.finish_reason is not None:
             shown += [(part, "") for part in answer.parts if isinstance(part, Call)]
         yield shown, end
-
-
-async def _lines(job: Job) -> AsyncGenerator[bytes, None]:
-    async for pieces, end in _pieces(job):
-        for part, text in pieces:
-            yield encode(_line(job, [(part, text)])) + b"\n"
-        if end.finish_reason is not None:
-            yield encode(_ended(job, _line(job, []), end)) + b"\n"
-
-
-async def _until_error(
-    first: bytes, lines: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    try:
-        yield first
-        async for line in lines:
-            yield line
-    except ApiError as error:
-        yield encode({"error": error.message}) + b"\n"
-    finally:
-        await lines.aclose()
-
-
-async def _whole(job: Job) -> OllamaAnswer:
-    found = [(pieces, end) async for pieces, end in _pieces(job)]
-    parts = [piece for pieces, _ in found for piece in pieces]
-    return _ended(job, _line(job, parts), found[-1][1])
 
 
 def _line(job: Job, pieces: list[tuple[AnswerPart, str]]) -> OllamaAnswer:

@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..embeddings import in_turns, shortened, tokenized, vectors
 from ..events import unless_disconnected

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from ....protocol.messages import ModelInfo
 from ..answer_forms import THOUGHT
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import gateway_of
 from ..errors import invalid_field
 from ..json import json_response
-from ..templates import template_of
+from ..templates.templates import template_of
 from .names import loaded_names, served_name
 
 STARTED = datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Receipt, Schema
-from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
-from ..conversation.tools import Tool
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     FunctionName,
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
     check_max_tokens,
+    limit_of,
 )
+from ..bodies.reading import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
+from ..conversation.constraints import Receipt, Schema
+from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tools import Tool
+from ..errors import invalid_field
+from ..tokenization import num_items
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
-from .messages import Message, to_turns
+from .messages import CalledFunction, Message, MessageCall, to_turns
 from .prompt_logprobs import PromptLogprobs
 from .token_fields import TokenFields
 from .usage import Usage
@@ -38,6 +39,10 @@ class FunctionTool(Body):
     """The JSON schema of the arguments; null if the function does not have arguments."""
     strict: bool | None = None
     """Whether the request is refused if the schema has keywords that masks cannot enforce."""
+
+    def to_tool(self) -> Tool:
+        """The function as a tool of the conversation."""
+        return Tool(self.name, self.description, self.parameters, self.strict)
 
 
 class ChatTool(Body, tag="function", tag_field="type"):
@@ -64,20 +69,8 @@ class NamedTool(Body, tag="function", tag_field="type"):
     function: FunctionChoice
 
 
-class NamedBusTool(Body, tag="bus", tag_field="type"):
+class NamedBusTool(FunctionChoice, tag="bus", tag_field="type"):
     """A ``tool_choice`` that names a tool of the bus."""
-
-    name: str
-
-
-def to_tools(given: list[ChatTool] | None) -> list[Tool]:
-    """The functions of a request as tools of the conversation."""
-    return [to_tool(tool.function) for tool in given or ()]
-
-
-def to_tool(function: FunctionTool) -> Tool:
-    """A function as a tool of the conversation."""
-    return Tool(function.name, function.description, function.parameters, function.strict)
 
 
 class TemplateFields(Protocol):
@@ -102,6 +95,9 @@ def rendering_of(fields: TemplateFields) -> Rendering:
 
 class ChatRequest(SampledRequest, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
+
+    bus_fields: ClassVar[Mapping[str, str]] = {"prompt": "messages"}
+    call_prefix: ClassVar[str] = "call_"
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: RestOfContext | None = None
@@ -194,8 +190,12 @@ class ChatRequest(SampledRequest, kw_only=True):
     @property
     def limit(self) -> int | None:
         """Maximum number of tokens of the answer; None if only the context bounds them."""
-        limit = self.max_completion_tokens or self.max_tokens
-        return limit if limit is not None and limit > 0 else None
+        return limit_of(self.max_completion_tokens or self.max_tokens)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Number of alternatives that are reported with each token."""
+        return self.top_logprobs
 
     @property
     def bus_tools(self) -> list[str]:
@@ -204,13 +204,18 @@ class ChatRequest(SampledRequest, kw_only=True):
             return []
         return [tool.name for tool in self.tools or () if isinstance(tool, BusTool)]
 
+    @property
+    def num_items(self) -> int:
+        """The number of messages, parts of messages, and tools."""
+        return num_items(self.messages, self.tools)
+
     def to_conversation(self, served: Mapping[str, Tool] | None = None) -> Conversation:
         """The conversation to continue. ``served``: the descriptions of the request's tools of the
         bus by name, or None if the interface does not allow such tools. Raises ApiError 400."""
         tools = self._tools(served)
         parallel = self.parallel_tool_calls
         if self.functions:
-            tools = [to_tool(function) for function in self.functions]
+            tools = [function.to_tool() for function in self.functions]
             parallel = False
         rules = self.answer_rules(self._choice, parallel, bool(tools))
         rules.max_thinking_tokens = self.max_thinking_tokens
@@ -229,7 +234,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             )
         known = served or {}
         return [
-            to_tool(tool.function) if isinstance(tool, ChatTool) else known[tool.name]
+            tool.function.to_tool() if isinstance(tool, ChatTool) else known[tool.name]
             for tool in self.tools or ()
             if isinstance(tool, ChatTool) or tool.name in known
         ]
@@ -245,33 +250,6 @@ class ChatRequest(SampledRequest, kw_only=True):
             return f":{self.function_call.name}"
         return self.tool_choice or self.function_call
 
-    def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """Converts the fields of this body to options of ``generate``. The option ``max_tokens`` is
-        missing if the request does not bound the answer."""
-        options = super().options(constraint)
-        options["n"] = self.n or 1
-        if self.limit is not None:
-            options["max_tokens"] = self.limit
-        if self.top_logprobs:
-            options["top_logprobs"] = self.top_logprobs
-        return options
-
-
-class AnsweredFunction(Struct):
-    """The function of a call in an answer."""
-
-    name: str
-    arguments: str
-    """JSON that the function's schema allows; cut off if ``finish_reason`` is ``length``."""
-
-
-class AnsweredCall(Struct):
-    """A call in an answer."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
 
 class AnsweredMessage(Struct):
     """The message of a choice."""
@@ -281,8 +259,8 @@ class AnsweredMessage(Struct):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """The thinking, if the model's template supports it."""
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
-    function_call: AnsweredFunction | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
     """The call, if the request has ``functions``."""
 
 

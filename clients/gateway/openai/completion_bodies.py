@@ -8,11 +8,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
+from ..bodies.field_types import RestOfContext, TopLogprobs
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
-from ..field_types import RestOfContext, TopLogprobs
+from ..generation.generations import Prompt
 from .fields import SampledRequest
-from .generations import Prompt
 from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptLogprobs
 from .token_fields import TokenFields
@@ -90,14 +90,21 @@ class CompletionRequest(SampledRequest, kw_only=True):
             )
         return prompts
 
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens of each choice."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return 0x7FFF_FFFF if limit < 0 else limit
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Number of alternatives that are reported with each token."""
+        return self.logprobs
+
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """Converts the fields of this body to options of ``generate``."""
         options = super().options(constraint)
-        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        options["max_tokens"] = 0x7FFF_FFFF if limit < 0 else limit
         options["n"] = self.best_of or self.n or 1
-        if self.logprobs:
-            options["top_logprobs"] = self.logprobs
         if self.heal_prompt:
             options["heal_prompt"] = True
         return options

@@ -10,17 +10,18 @@ from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
 from ..conversation.constraints import Receipt
-from ..conversation.endings import receipt_of
-from ..conversation.growing import GrowingChoice, GrowingChoices
+from ..conversation.endings import end_of, receipt_of
+from ..conversation.growing import Step, Steps
 from ..events import DONE, event
+from ..generation.counter import Counter
+from ..generation.generations import Prompt
 from ..json import encode
 from ..models import ServedModel
-from .choices import Indexes, finish_reason
+from .choices import Indexes
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
-from .generations import Prompt
 from .logprobs import CompletionLogprobs, Sampled, completion_logprobs
 from .token_fields import TokenFields, TokenReports, ids_of, set_fields
-from .usage import Counter, Usage
+from .usage import Usage
 
 
 class Stamp(NamedTuple):
@@ -58,14 +59,12 @@ class CompletionChunks:
         """The choices whose first chunk has been encoded, as pairs of a prompt's index and ``seq``.
         Only the first chunk has the token ids of the prompt."""
         self._indexes = Indexes([body.n or 1] * len(prompts))
-        self._choices = [GrowingChoices() for _ in prompts]
+        single = body.logprobs is not None or bool(self._reports)
+        constrained = self._constraint is not None
+        self._steps = [Steps(None, constrained=constrained, single=single) for _ in prompts]
         self._offsets: dict[int, int] = {}
         """The length in characters of each choice's text so far, to compute ``text_offset``."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
-        self._whole_entries = body.logprobs is not None or bool(self._reports)
-        """Whether each token has its own chunk."""
-        self._plain = not self._whole_entries and self._constraint is None
-        """Whether all entries of a sequence except its last entry have only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
         self._tail = b',"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
@@ -74,26 +73,12 @@ class CompletionChunks:
     def write(self, place: int, entries: Sequence[Token]) -> bytes:
         """The events that report ``entries`` of one prompt's stream; empty if there is nothing to
         report. ``place``: the index of the prompt."""
-        parts = []
-        texts: dict[int, str] = {}
-        for entry in entries:
-            seq = entry.seq
-            if self._plain and entry.finish_reason is None:
-                if entry.text:
-                    texts[seq] = texts.get(seq, "") + entry.text
-                continue
-            removed, text, choice = self._choices[place].take(entry)
-            before = texts.pop(seq, "")
-            whole = self._whole_entries or bool(entry.messages or entry.waiting)
-            if not removed and entry.finish_reason is None and not whole:
-                texts[seq] = before + text
-                continue
-            if removed and before:
-                parts.append(self._text(place, seq, before))
-                before = ""
-            parts.append(self._whole(place, entry, before + text, removed, choice))
-        parts += [self._text(place, seq, text) for seq, text in texts.items() if text]
-        return b"".join(parts)
+        return b"".join(
+            self._text(place, step.seq, step.text)
+            if step.entry is None
+            else self._whole(place, step.entry, step)
+            for step in self._steps[place].take(entries)
+        )
 
     def echo(self, place: int, text: str, sampled: Sampled | None, ended: str | None) -> bytes:
         """A prompt as the first chunk of each of its choices. ``sampled``: the prompt's tokens, if
@@ -105,7 +90,7 @@ class CompletionChunks:
             if sampled is not None and self._logprobs is not None:
                 logprobs = completion_logprobs(self._model, sampled, self._logprobs)
             self._offsets[index] = len(text)
-            reason = finish_reason(ended) if ended is not None else None
+            reason = end_of(ended) if ended is not None else None
             parts.append(self._chunk(index, text, logprobs, reason, None))
         return b"".join(parts)
 
@@ -113,7 +98,7 @@ class CompletionChunks:
         """The last events: the usage, if the request asks for it, and ``[DONE]``."""
         if self._usage is UNSET:
             return DONE
-        return event(self._answer([], self._counter.usage())) + DONE
+        return event(self._answer([], Usage.of(self._counter))) + DONE
 
     def _text(self, place: int, seq: int, text: str) -> bytes:
         if self._continuous:
@@ -125,31 +110,21 @@ class CompletionChunks:
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail
 
-    def _whole(
-        self, place: int, entry: Token, text: str, removed: int, choice: GrowingChoice
-    ) -> bytes:
-        """The chunk of an entry that has more than text. ``text``: the text of earlier entries that
-        is not sent yet, and of this entry. ``removed``: number of characters that the entry
-        removes."""
-        index = self._indexes.of(place, entry.seq)
+    def _whole(self, place: int, entry: Token, step: Step) -> bytes:
+        """The chunk of a step whose last entry, ``entry``, has more than text."""
+        index, text = self._indexes.of(place, entry.seq), step.text
         logprobs = None
         if self._logprobs is not None:
-            offset = self._offsets.get(index, 0) - removed
+            offset = self._offsets.get(index, 0) - step.removed
             self._offsets[index] = offset + len(text)
-            sampled = Sampled()
-            sampled.add(entry, text)
-            if sampled.tokens:
+            if entry.token is not None:
+                sampled = Sampled.of_entry(entry, text)
                 logprobs = completion_logprobs(self._model, sampled, self._logprobs, offset)
-        reason = receipt = None
-        if entry.finish_reason is not None:
-            reason = finish_reason(entry.finish_reason)
-            receipt = receipt_of(self._constraint, choice, entry)
-        if removed:
-            receipt = receipt or Receipt()
-            receipt.backtrack = removed
-        if entry.messages or entry.waiting:
-            receipt = receipt or Receipt()
-            receipt.messages, receipt.waiting = list(entry.messages), entry.waiting
+        reason = ended = None
+        if entry.finish_reason is not None and step.choice is not None:
+            reason = end_of(entry.finish_reason)
+            ended = receipt_of(self._constraint, step.choice, entry)
+        receipt = step.receipt(ended)
         fields = self._fields(place, entry) if self._reports else None
         if not (text or logprobs or reason or receipt or fields):
             return b""
@@ -173,7 +148,7 @@ class CompletionChunks:
     ) -> bytes:
         choice = CompletionChoice(index, text, logprobs, reason, receipt or UNSET)
         set_fields(choice, fields)
-        usage = self._counter.usage() if self._continuous else self._usage
+        usage = Usage.of(self._counter) if self._continuous else self._usage
         return event(self._answer([choice], usage))
 
     def _answer(

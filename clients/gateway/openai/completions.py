@@ -14,31 +14,24 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
 from ..aici import completions as aici
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
-from ..conversation.endings import receipt_of
+from ..conversation.endings import check_some_succeeded, end_of, receipt_of
 from ..conversation.truncation import last_tokens
 from ..errors import from_tokenbus
-from ..events import unless_disconnected
-from ..json import json_response
+from ..generation.counter import Counter, check_alternatives, compose
+from ..generation.generations import Generations, Prompt
+from ..generation.respond import respond
 from ..models import ServedModel
 from ..new_ids import new_id
-from .choices import Indexes, check_some_succeeded, finish_reason
+from .choices import Indexes
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .completion_chunks import CompletionChunks, Stamp
 from .fill_in import ends_of, filled
-from .generations import Generations, Prompt, begun
-from .logprobs import (
-    Sampled,
-    check_alternatives,
-    completion_logprobs,
-    compose,
-    cumulative,
-    reported,
-)
+from .logprobs import Sampled, completion_logprobs, cumulative, reported
 from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, ids_of, set_fields
-from .usage import Counter
+from .usage import Usage
 
 
 @dataclass
@@ -73,6 +66,37 @@ class Job:
         """The model's name in the answer."""
         return self.model.name_for(self.body.model)
 
+    async def whole(self) -> Completion:
+        """The answer as one object."""
+        found = None if self.generations is None else await self.generations.wait()
+        choices = await compose(self.counter.alternatives, lambda: _choices(self, found))
+        choices.sort(key=lambda choice: choice.index)
+        usage = Usage.of(self.counter)
+        return Completion(self.id, "text_completion", self.created, self.name, choices, usage)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a streamed answer."""
+        body = self.body
+        stamp = Stamp(self.id, self.created, self.name)
+        chunks = CompletionChunks(stamp, self.model, body, self.prompts, self.counter)
+        if self.generations is None:
+            yield b"".join(
+                chunks.echo(place, echo.text, echo.sampled, "length")
+                for place, echo in enumerate(self.echoes)
+            )
+        else:
+            head = b""
+            if body.echo:
+                head = b"".join(
+                    chunks.echo(place, echo.text, echo.sampled, None)
+                    for place, echo in enumerate(self.echoes)
+                )
+            async for place, entries in self.generations.batches():
+                if part := head + chunks.write(place, entries):
+                    yield part
+                    head = b""
+        yield chunks.end()
+
 
 async def completions(request: Request) -> Response:
     """Answers with completions, as one object or as a stream of chunks.
@@ -85,11 +109,8 @@ async def completions(request: Request) -> Response:
         return await aici.complete(request, raw)
     ignored = ignored_of(request)
     body = await decode_in_turn(gateway_of(request), raw, CompletionRequest, ignored)
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
-    if body.stream:
-        return await begun(request, _events(job), ignored.headers)
-    answer = await unless_disconnected(request.receive, _answer(job))
-    return json_response(answer, headers=ignored.headers)
+    work = _begin(gateway_of(request), body)
+    return await respond(request, work, ignored, stream=body.stream)
 
 
 async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
@@ -189,14 +210,6 @@ async def _scored(
     return Sampled(ids, logprobs, tops, await model.texts_of(ids))
 
 
-async def _answer(job: Job) -> Completion:
-    found = None if job.generations is None else await job.generations.wait()
-    choices = await compose(job.counter.alternatives, lambda: _choices(job, found))
-    choices.sort(key=lambda choice: choice.index)
-    usage = job.counter.usage()
-    return Completion(job.id, "text_completion", job.created, job.name, choices, usage)
-
-
 def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[CompletionChoice]:
     """The choices of all prompts. ``found``: the sequences of each prompt; None if the answer has
     only the prompts."""
@@ -234,30 +247,7 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
         index,
         echo.text + sequence.text,
         logprobs,
-        finish_reason(sequence.finish_reason),
+        end_of(sequence.finish_reason),
         receipt_of(job.body.own_constraint, sequence, None) or UNSET,
         echo.prompt_logprobs,
     )
-
-
-async def _events(job: Job) -> AsyncGenerator[bytes, None]:
-    body = job.body
-    stamp = Stamp(job.id, job.created, job.name)
-    chunks = CompletionChunks(stamp, job.model, body, job.prompts, job.counter)
-    if job.generations is None:
-        yield b"".join(
-            chunks.echo(place, echo.text, echo.sampled, "length")
-            for place, echo in enumerate(job.echoes)
-        )
-    else:
-        head = b""
-        if body.echo:
-            head = b"".join(
-                chunks.echo(place, echo.text, echo.sampled, None)
-                for place, echo in enumerate(job.echoes)
-            )
-        async for place, entries in job.generations.batches():
-            if part := head + chunks.write(place, entries):
-                yield part
-                head = b""
-    yield chunks.end()

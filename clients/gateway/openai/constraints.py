@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..bodies import Body
+from ..bodies.reading import Body
 from ..conversation.constraints import Constraint, Schema, json_object, json_schema
 from ..errors import invalid_field
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ....protocol.messages import Pooling
 from ....protocol.sampling import TokenId
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..embeddings import Texts, in_turns, shortened, tokenized, vectors
 from ..errors import invalid_field

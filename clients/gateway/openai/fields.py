@@ -9,11 +9,7 @@ from msgspec import Meta
 from ....protocol.messages import Name
 from ....protocol.sampling import Probability, TokenId
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Schema
-from ..conversation.parts import AnswerRules
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     Bias,
     Choices,
     MaybeStop,
@@ -34,9 +30,13 @@ from ..field_types import (
     sampling_of,
     stops_of,
 )
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint, Schema
+from ..conversation.parts import AnswerRules
+from ..errors import invalid_field
+from ..generation.shown_text import ShownText
 from ..models import ServedModel
 from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint
-from .shown_text import ShownText
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default temperature. The bus's default is 0."""
@@ -86,6 +86,16 @@ class TextRequest(Body):
     controller_arg: str | dict[str, Any] | list[Any] | None = None
 
     @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the answer; None if only the context bounds them."""
+        raise NotImplementedError
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Number of alternatives that are reported with each token."""
+        raise NotImplementedError
+
+    @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of the requested text format; None if any text is allowed."""
         raise NotImplementedError
@@ -123,13 +133,18 @@ class TextRequest(Body):
         return AnswerRules(choice or "auto", parallel is not False, self.own_constraint)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """Converts the fields of this body to options of ``generate``, except the model."""
+        """Converts the fields of this body to options of ``generate``, except the model. The option
+        ``max_tokens`` is missing if ``limit`` is None."""
         options: GenerateOptions = {
             "text": True,
             "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
             **kept_tokens(self.top_p, self.top_k),
             **sampling_of(min_p=self.min_p, repetition_penalty=self.repetition_penalty),
         }
+        if self.limit is not None:
+            options["max_tokens"] = self.limit
+        if self.num_alternatives:
+            options["top_logprobs"] = self.num_alternatives
         if self.ignore_eos:
             options["ignore_eos"] = True
         if self.priority:
@@ -207,6 +222,7 @@ class SampledRequest(TextRequest):
     def options(self, constraint: Constraint | None) -> GenerateOptions:
         """Converts the fields of this body to options of ``generate``."""
         options = super().options(constraint)
+        options["n"] = self.n or 1
         if strings := stops_of(self.stop):
             options["stop"] = [*options.get("stop", ()), *strings]
         options |= sampling_of(

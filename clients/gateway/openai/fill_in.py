@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import invalid_field
+from ..generation.generations import Prompt
 from ..models import ServedModel
-from .generations import Prompt
 
 
 class Form(NamedTuple):

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Self
 
 from msgspec import UNSET, Struct
 
-from ....protocol.errors import Code
 from ....protocol.messages import Token
 from ... import GeneratedSequence
-from ..errors import ApiError
 from ..models import ServedModel
 
 UNLIKELY = -9999.0
 """OpenAI's value for a token that has no log-probability because it was not sampled. As in vLLM,
 answers also contain this value in place of any lower log-probability, because JSON cannot represent
 minus infinity."""
-
-MAX_ALTERNATIVES = 524_288
-"""Maximum number of log-probabilities of alternatives in one answer. The gateway composes each
-alternative in about 2 to 4 µs, and stores all alternatives of an answer until its end."""
-MAX_ON_LOOP = 4_096
-"""The event loop composes an answer with at most this number of alternatives; a thread composes
-larger answers."""
-
-T = TypeVar("T")
-
-
-def check_alternatives(count: int) -> None:
-    """Raises ApiError 400 if an answer has too many alternatives to its tokens."""
-    if count > MAX_ALTERNATIVES:
-        raise ApiError(
-            400,
-            f"the answer has at least {count} log-probabilities of alternatives; at most "
-            f"{MAX_ALTERNATIVES} are allowed; ask for fewer logprobs, tokens or choices",
-            code=Code.TOO_LARGE,
-            param="logprobs",
-        )
-
-
-async def compose(alternatives: int, make: Callable[[], T]) -> T:
-    """The result of ``make``, which composes a part of an answer with ``alternatives``
-    alternatives. ``make`` runs on a thread if it would block the event loop for too long."""
-    return make() if alternatives <= MAX_ON_LOOP else await asyncio.to_thread(make)
 
 
 @dataclass
@@ -75,13 +45,14 @@ class Sampled:
             [*self.texts, *other.texts],
         )
 
-    def add(self, entry: Token, text: str) -> None:
-        """Adds the token of an entry, if it has one."""
-        if entry.token is not None:
-            self.tokens.append(entry.token)
-            self.logprobs.append(None if entry.logprob is None else bounded(entry.logprob))
-            self.tops.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
-            self.texts.append(text)
+    @classmethod
+    def of_entry(cls, entry: Token, text: str) -> Self:
+        """The token of an entry; empty if the entry has no token."""
+        if entry.token is None:
+            return cls()
+        logprob = None if entry.logprob is None else bounded(entry.logprob)
+        tops = {} if entry.top_logprobs is UNSET else entry.top_logprobs
+        return cls([entry.token], [logprob], [tops], [text])
 
     def likeliest(self, place: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` most likely alternatives to the token with the index ``place``, with their
@@ -142,6 +113,11 @@ class ChatLogprobs(Struct):
 
     content: list[TokenLogprob]
     refusal: None = None
+
+    @classmethod
+    def of(cls, model: ServedModel, sampled: Sequence[Sampled], count: int) -> Self:
+        """The logprobs of consecutive tokens, with ``count`` alternatives to each token."""
+        return cls([each for tokens in sampled for each in token_logprobs(model, tokens, count)])
 
 
 def token_logprobs(model: ServedModel, sampled: Sampled, count: int) -> list[TokenLogprob]:

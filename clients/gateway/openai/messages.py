@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ..bodies import Body
-from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
+from ..bodies.reading import Body
+from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn, texts_of
 
 
 class TextPart(Body, tag="text", tag_field="type"):
@@ -20,16 +20,16 @@ Content = str | list[TextPart]
 
 
 class CalledFunction(Body):
-    """The function of a call in a message."""
+    """The function of a call."""
 
     name: str
     arguments: str
-    """The arguments, normally the JSON text of the model's earlier answer. This struct does not
-    check the text."""
+    """The arguments as JSON text. In an answer, the function's schema allows the text, unless
+    ``finish_reason`` is ``length``. In a request, the text is not checked."""
 
 
 class MessageCall(Body):
-    """A call in an assistant's message."""
+    """A call in an assistant's message, in a request or an answer."""
 
     id: str
     function: CalledFunction
@@ -104,14 +104,14 @@ def to_turns(messages: Sequence[Message]) -> list[Turn]:
 
 
 def _turn(message: Message) -> Turn:
-    parts: list[Part] = [*_texts(message.content)]
+    parts: list[Part] = [*texts_of(message.content)]
     match message:
         case ToolMessage():
-            result = Result(message.tool_call_id, _texts(message.content), message.name)
+            result = Result(message.tool_call_id, texts_of(message.content), message.name)
             return Turn("user", [result])
         case FunctionMessage(name=name):
             # Calls in the older form do not have ids, so the function's name serves as the id.
-            return Turn("user", [Result(name, _texts(message.content), name)])
+            return Turn("user", [Result(name, texts_of(message.content), name)])
         case AssistantMessage():
             if not message.content and message.refusal:
                 parts = [Text(message.refusal)]
@@ -128,9 +128,3 @@ def _turn(message: Message) -> Turn:
             return Turn("developer", parts, message.name)
         case UserMessage():
             return Turn("user", parts, message.name)
-
-
-def _texts(content: Content | None) -> list[Text]:
-    if isinstance(content, str):
-        return [Text(content)]
-    return [Text(part.text) for part in content or ()]

@@ -9,8 +9,9 @@ from msgspec import Struct
 from ....protocol.errors import TokenbusError
 from ... import AsyncClient
 from ..errors import from_tokenbus
+from ..generation.counter import compose
 from ..models import ServedModel
-from .logprobs import UNLIKELY, bounded, compose
+from .logprobs import UNLIKELY, bounded
 
 
 class PromptLogprob(Struct):

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..embeddings import similarities, tokenized, vectors
 from ..errors import invalid_field

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
-from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
-from ..errors import ApiError, invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
     check_max_tokens,
+    limit_of,
 )
-from ..leniency import Ignored
-from .chat_bodies import BusTool, NamedBusTool
-from .constraints import FormatName, JsonObjectFormat, TextFormat
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
+from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
+from ..errors import invalid_field
+from .chat_bodies import FunctionChoice, NamedBusTool
+from .constraints import JsonObjectFormat, JsonSchema, TextFormat
 from .fields import TextRequest
 from .logprobs import TokenLogprob
-from .response_input import AdditionalTools, InputItems, to_turns
-from .response_tools import AnyTool, OfferedTools
+from .response_input import ReasoningText
+from .response_tools import AnyTool
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
-MAX_COPIED_BYTES = 256 * 1024
-"""Maximum number of bytes that a stored response copies from its request."""
 
 
-class SchemaFormat(Body, tag="json_schema", tag_field="type"):
+class SchemaFormat(JsonSchema, tag="json_schema", tag_field="type"):
     """The format of a text that a JSON schema describes."""
 
-    name: FormatName
     schema: Schema
-    description: str | None = None
-    strict: bool | None = None
-    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class TextSettings(Body):
@@ -49,16 +41,12 @@ class TextSettings(Body):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
 
 
-class NamedFunction(Body, tag="function", tag_field="type"):
+class NamedFunction(FunctionChoice, tag="function", tag_field="type"):
     """A ``tool_choice`` that names a function."""
 
-    name: str
 
-
-class NamedCustom(Body, tag="custom", tag_field="type"):
+class NamedCustom(NamedFunction, tag="custom"):
     """A ``tool_choice`` that names a tool whose input is a text."""
-
-    name: str
 
 
 class ReasoningSettings(Body):
@@ -132,8 +120,12 @@ class ResponsesRequest(TextRequest, kw_only=True):
     @property
     def limit(self) -> int | None:
         """Maximum number of tokens of the answer; None if only the context bounds them."""
-        limit = self.max_output_tokens
-        return limit if limit is not None and limit > 0 else None
+        return limit_of(self.max_output_tokens)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Number of alternatives that are reported with each token."""
+        return self.top_logprobs
 
     @property
     def with_logprobs(self) -> bool:
@@ -150,27 +142,6 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 what = f"include[{place}]: {name!r} is not supported; supported: {LOGPROBS}"
                 ignored.leave_out(f"include[{place}]", what)
 
-    def check_copied(self, size: int, ignored: Ignored) -> None:
-        """Bounds the bytes that a stored response copies from its request, whose body has ``size``
-        bytes. Beyond the bound, the response is not stored. Raises ApiError 413 instead if the
-        request has ``store`` or ``background``, or if the setting ``strict_fields`` is on."""
-        if self.store is False or size <= MAX_COPIED_BYTES:
-            return
-        parts = (self.instructions, self.tools, self.tool_choice, self.text, self.metadata)
-        copied = len(msgspec.json.encode(parts))
-        if copied <= MAX_COPIED_BYTES:
-            return
-        if self.store or self.background or ignored.strict:
-            raise ApiError(
-                413,
-                f"instructions, tools, tool_choice, text and metadata have {copied} bytes "
-                f"together; a stored response copies at most {MAX_COPIED_BYTES} bytes of its "
-                "request; send less, or send store=false and leave out background",
-                code="too_large",
-            )
-        self.store = False
-        ignored.add("store")
-
     @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of ``text.format``."""
@@ -181,42 +152,6 @@ class ResponsesRequest(TextRequest, kw_only=True):
             case SchemaFormat(schema=schema, strict=strict):
                 return json_schema(schema, "text.format.schema", strict)
         return None
-
-    def given_tools(self, items: InputItems) -> list[AnyTool]:
-        """The tools in the field ``tools`` and in the items of the input."""
-        given = [*(self.tools or ())]
-        for item in items.input:
-            if isinstance(item, AdditionalTools):
-                given += item.tools
-        return given
-
-    def bus_tools(self, items: InputItems) -> list[str]:
-        """The names of the tools of the bus that the model may call."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.name for tool in self.given_tools(items) if isinstance(tool, BusTool)]
-
-    def to_conversation(self, items: InputItems, offered: OfferedTools) -> Conversation:
-        """The conversation to continue. Raises ApiError 400."""
-        choice, tools = self.tool_choice, offered.tools
-        named = choice if choice is None or isinstance(choice, str) else f":{choice.name}"
-        rules = self.answer_rules(named, self.parallel_tool_calls, bool(tools))
-        rules.max_thinking_tokens = self.max_thinking_tokens
-        rendering = Rendering(effort_field="reasoning.effort")
-        rendering.effort = self.reasoning.effort if self.reasoning is not None else None
-        fitting = Fitting(self.max_output_tokens or 1 if self.truncation == "auto" else None)
-        turns = to_turns(items.input, self.instructions, offered)
-        return Conversation(turns, tools, rules, rendering, fitting)
-
-    def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """Converts the fields of this body to options of ``generate``. The option ``max_tokens`` is
-        missing if the request does not bound the answer."""
-        options = super().options(constraint)
-        if self.limit is not None:
-            options["max_tokens"] = self.limit
-        if self.top_logprobs:
-            options["top_logprobs"] = self.top_logprobs
-        return options
 
 
 class AnsweredText(Struct):
@@ -276,12 +211,6 @@ class OutputBusCall(Struct, kw_only=True, tag="mcp_call", tag_field="type"):
     turn: int = 0
     """The number of the model's turn within the answer. Calls of one turn have the same number.
     Only Tokenbus has this field."""
-
-
-class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
-    """A piece of thinking."""
-
-    text: str
 
 
 class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
@@ -366,21 +295,3 @@ class ResponseAnswer(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     metadata: dict[str, Any] = {}
     tokenbus: Receipt | UnsetType = UNSET
-
-
-class DeletedResponse(Struct):
-    """The answer of ``DELETE /v1/responses/{id}``."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
-
-
-class InputItemList(Struct):
-    """The answer of ``GET /v1/responses/{id}/input_items``."""
-
-    data: list[Any]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"

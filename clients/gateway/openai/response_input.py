@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..bodies import Body
-from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
-from ..leniency import Ignored, decode
-from ..wrong_values import refusal
+from ..bodies.leniency import Ignored, decode
+from ..bodies.reading import Body
+from ..bodies.wrong_values import refusal
+from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn, texts_of
 from .response_tools import AnyTool, OfferedTools
 
 
@@ -20,16 +20,12 @@ class InputText(Body, tag="input_text", tag_field="type"):
     text: str
 
 
-class ChatText(Body, tag="text", tag_field="type"):
+class ChatText(InputText, tag="text"):
     """Text in the form that chat completions have."""
 
-    text: str
 
-
-class OutputText(Body, tag="output_text", tag_field="type"):
+class OutputText(InputText, tag="output_text"):
     """Text of an earlier answer."""
-
-    text: str
 
 
 InputContent = str | list[InputText | ChatText | OutputText]
@@ -67,11 +63,8 @@ class InputCallOutput(Body, tag="function_call_output", tag_field="type"):
     output: InputContent
 
 
-class InputCustomOutput(Body, tag="custom_tool_call_output", tag_field="type"):
+class InputCustomOutput(InputCallOutput, tag="custom_tool_call_output"):
     """The result of a tool whose input is a text."""
-
-    call_id: str
-    output: InputContent
 
 
 class InputBusCall(Body, tag="mcp_call", tag_field="type"):
@@ -99,10 +92,8 @@ class ReasoningText(Body, tag="reasoning_text", tag_field="type"):
     text: str
 
 
-class SummaryText(Body, tag="summary_text", tag_field="type"):
+class SummaryText(ReasoningText, tag="summary_text"):
     """A piece of a summary of thinking."""
-
-    text: str
 
 
 class InputReasoning(Body, tag="reasoning", tag_field="type"):
@@ -166,9 +157,9 @@ def to_turns(
                 _add_to_answer(turns, [Call(item.id, item.name, item.arguments)], ())
                 results.append(_result_of(item))
             case InputMessage(role="assistant"):
-                _add_to_answer(turns, _texts(item.content), (Text, Call))
+                _add_to_answer(turns, texts_of(item.content), (Text, Call))
             case InputMessage():
-                turns.append(Turn(item.role, [*_texts(item.content)]))
+                turns.append(Turn(item.role, [*texts_of(item.content)]))
             case InputReasoning():
                 thoughts = [Thinking(one.text) for one in item.content or item.summary or ()]
                 _add_to_answer(turns, thoughts, (Text, Call, Thinking))
@@ -178,8 +169,8 @@ def to_turns(
             case InputCustomCall():
                 name = offered.shown(item.namespace, item.name)
                 _add_to_answer(turns, [Call(item.call_id, name, {"input": item.input})], ())
-            case InputCallOutput() | InputCustomOutput():
-                turns.append(Turn("user", [Result(item.call_id, _texts(item.output))]))
+            case InputCallOutput():
+                turns.append(Turn("user", [Result(item.call_id, texts_of(item.output))]))
     if results:
         turns.append(Turn("user", results))
     return turns
@@ -205,9 +196,3 @@ def _result_of(call: InputBusCall) -> Result:
     failed = call.output is None
     text = call.error if failed else call.output
     return Result(call.id, [Text(text or "")], call.name, failed)
-
-
-def _texts(content: InputContent) -> list[Text]:
-    if isinstance(content, str):
-        return [Text(content)]
-    return [Text(part.text) for part in content]

@@ -1,33 +1,28 @@
-"""One request for a response, while the gateway answers it: the conversation, the events and the
-answer."""
+"""One request for a response, while the gateway answers it: the events and the answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET
 
-from ....protocol.messages import Token
+from ..bodies.leniency import Ignored
 from ..context import Gateway
-from ..conversation.bus_tools import described
+from ..conversation.answer_turns import AnswerTurns, Arrived, Ended, Made
 from ..conversation.constraints import Receipt
-from ..conversation.endings import is_cut
+from ..conversation.endings import check_some_succeeded
 from ..conversation.made_calls import MadeCall
-from ..conversation.planning import Prepared, prepare
-from ..conversation.tool_turns import Arrived, Loop, Made, Making, ModelTurn, ToolTurns
-from ..errors import ApiError
-from ..leniency import Ignored, declared_fields
+from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.requests import plan
+from ..conversation.tools import Tool
 from ..new_ids import new_id
-from ..stored.database import Item, Stored
-from ..stored.references import context_of, resolved
+from .chat_bodies import BusTool
 from .fields import OPENAI_TEMPERATURE
-from .generations import Generations, chat_generations
 from .response_bodies import (
     Failure,
     Incomplete,
@@ -38,32 +33,55 @@ from .response_bodies import (
     ResponseStatus,
     ResponseUsage,
 )
-from .response_input import InputItem, InputItems, read_items
+from .response_input import AdditionalTools, InputItems, to_turns
 from .response_output import Output
 from .response_tools import OfferedTools
-from .usage import Counter
 
 
 @dataclass
-class ResponseInput:
-    """The input of one request for a response."""
+class ResponseQuestion:
+    """A request for a response with its whole input (``AnswerRequest``)."""
 
-    given: list[dict[str, Any]]
-    """The items of the request, with ids."""
+    body: ResponsesRequest
     items: InputItems
-    """All items, decoded: first the items of the earlier responses (``previous_response_id``), then
-    the items of the request."""
+    ignored: Ignored
+    offered: OfferedTools = field(default_factory=OfferedTools)
+    """The tools of the request, after ``to_conversation`` has been called."""
 
-    @classmethod
-    def of(
-        cls, given: list[dict[str, Any]], context: list[dict[str, Any]], ignored: Ignored
-    ) -> ResponseInput:
-        """Decodes the items. Raises ApiError 400."""
-        own = read_items(given, ignored)
-        # Earlier answers have reported the fields of these items that have no effect.
-        earlier = read_items(context, Ignored()).input if context else []
-        items = InputItems([*earlier, *own.input])
-        return cls([_identified(item) for item in given], items)
+    bus_fields: ClassVar[Mapping[str, str]] = {
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+    }
+    call_prefix: ClassVar[str] = "call_"
+
+    def __post_init__(self) -> None:
+        self.model, self.limit, self.options = self.body.model, self.body.limit, self.body.options
+        self.max_tool_turns = self.body.max_tool_turns
+        self.max_tool_calls = self.body.max_tool_calls
+        self.num_items = len(self.items.input)
+        self._tools = [*(self.body.tools or ())]
+        for item in self.items.input:
+            self._tools += item.tools if isinstance(item, AdditionalTools) else ()
+
+    @property
+    def bus_tools(self) -> list[str]:
+        """The names of the tools of the bus that the model may call."""
+        if self.body.tool_choice == "none":
+            return []
+        return [tool.name for tool in self._tools if isinstance(tool, BusTool)]
+
+    def to_conversation(self, served: Mapping[str, Tool]) -> Conversation:
+        """The conversation to continue. Raises ApiError 400."""
+        body, choice = self.body, self.body.tool_choice
+        self.offered = OfferedTools.of(self._tools, self.ignored, served)
+        named = choice if choice is None or isinstance(choice, str) else f":{choice.name}"
+        rules = body.answer_rules(named, body.parallel_tool_calls, bool(self.offered.tools))
+        rules.max_thinking_tokens = body.max_thinking_tokens
+        rendering = Rendering(effort_field="reasoning.effort")
+        rendering.effort = body.reasoning.effort if body.reasoning is not None else None
+        fitting = Fitting(body.max_output_tokens or 1 if body.truncation == "auto" else None)
+        turns = to_turns(self.items.input, body.instructions, self.offered)
+        return Conversation(turns, self.offered.tools, rules, rendering, fitting)
 
 
 @dataclass
@@ -71,19 +89,12 @@ class ResponseJob:
     """One request for a response."""
 
     body: ResponsesRequest
-    input: ResponseInput
-    prepared: Prepared
-    generations: Generations
-    counter: Counter
+    turns: AnswerTurns
     output: Output
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    last: Token | None = None
-    """The last entry of the answer's sequence, after it has arrived."""
     stored: bool = True
     """Whether the response is stored."""
-    tool_turns: ToolTurns | None = None
-    """The turns of the answer if the request has tools of the bus, otherwise None."""
     before_calls: Callable[[], Awaitable[None]] | None = None
     """Called after the events of a turn and before its calls are made."""
 
@@ -92,37 +103,19 @@ class ResponseJob:
         cls,
         gateway: Gateway,
         body: ResponsesRequest,
-        given: ResponseInput,
+        items: InputItems,
         ignored: Ignored,
         id: str = "",
         recorded: Mapping[str, MadeCall] | None = None,
     ) -> ResponseJob:
-        """Begins the generation. ``recorded``: the calls that an earlier gateway made for the
-        response, by id; None if the response is not in the background. Raises ApiError."""
-        names = body.bus_tools(given.items)
-        served = {}
-        if names:
-            served = await described(gateway, names, recorded=recorded is not None)
-        elif body.max_tool_calls is not None:
-            ignored.add("max_tool_calls")
-        offered = OfferedTools.of(body.given_tools(given.items), ignored, served)
-        conversation = await gateway.models.tokenization.prepare(
-            len(given.items.input), lambda: body.to_conversation(given.items, offered)
-        )
-        prepared = await prepare(gateway, body.model, conversation, ignored)
-        counter = Counter()
-        generations = _begun(gateway, body, counter, prepared)
+        """Begins the generation. ``items``: the whole input. ``recorded``: the calls that an
+        earlier gateway made for the response, by id; None if the response is not in the background.
+        Raises ApiError."""
+        question = ResponseQuestion(body, items, ignored)
+        turns = AnswerTurns.begin(await plan(gateway, question, ignored, recorded))
         logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
-        output = Output(prepared, logprobs, offered)
-        job = cls(body, given, prepared, generations, counter, output, id or new_id("resp_"))
+        job = cls(body, turns, Output(logprobs, question.offered), id or new_id("resp_"))
         job.stored = body.store is not False
-        if served:
-            begin = partial(_begun, gateway, body, counter)
-            bounds = body.limit, body.max_tool_turns, body.max_tool_calls
-            loop = Loop(frozenset(served), begin, lambda: counter.completion, *bounds)
-            loop.recorded = recorded or {}
-            first = ModelTurn(prepared, generations)
-            job.tool_turns = ToolTurns(gateway, conversation, first, loop)
         return job
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -133,58 +126,27 @@ class ResponseJob:
         if self.body.background:
             yield head
             head = b""
-        parts = self._parts() if self.tool_turns is None else self._parts_of(self.tool_turns)
-        async with aclosing(parts):
-            async for feeding in parts:
-                if part := head + feeding:
-                    yield part
-                head = b""
-        yield self.output.end("completed" if self.status == "completed" else "incomplete")
-
-    async def _parts(self) -> AsyncGenerator[bytes, None]:
-        """The events of an answer of one turn."""
-        async with aclosing(self.generations.batches()) as batches:
-            async for _, entries in batches:
-                await self.prepared.checks.read(entries)
-                yield self._feed(entries)
-                if self.last is not None:
-                    _check(self.last)
-
-    async def _parts_of(self, turns: ToolTurns) -> AsyncGenerator[bytes, None]:
-        """The events of an answer whose tools the gateway calls."""
-        async with aclosing(turns.events()) as events:
+        async with aclosing(self.turns.events()) as events:
             async for one in events:
+                part = b""
                 match one:
                     case Arrived(turn, entries):
-                        if turn.answer is None:
-                            turn.answer = self.output.begin_turn(turn.prepared)
-                            self.last = None
-                        fed = self._feed(entries)
-                        if self.last is not None:
-                            if not turns.made:
-                                _check(self.last)
-                            fed += self.output.end_turn(self._status_of_turn(turn))
-                        yield fed
-                    case Making():
-                        if self.before_calls is not None:
-                            await self.before_calls()
-                    case Made(calls=calls):
-                        yield self.output.made(calls)
-
-    def _feed(self, entries: Sequence[Token]) -> bytes:
-        ends = [e for e in entries if e.seq == 0 and e.finish_reason is not None]
-        self.last = ends[0] if ends else self.last
-        if self.body.background:
-            return b"".join(self.output.feed([entry]) for entry in entries)
-        return self.output.feed(entries)
-
-    def _status_of_turn(self, turn: ModelTurn) -> Literal["completed", "incomplete"]:
-        called = turn.answer is not None and turn.answer.called
-        return "incomplete" if self._is_cut(called) else "completed"
-
-    def _is_cut(self, called: bool) -> bool:
-        last = self.last
-        return last is not None and is_cut(last.finish_reason, called, last.constraint)
+                        groups = [[e] for e in entries] if self.body.background else [entries]
+                        part = b"".join(self.output.feed(turn, group) for group in groups)
+                    case Ended(turn):
+                        if not self.turns.made:
+                            # Other sequences, which are forks, are not part of the answer.
+                            check_some_succeeded([turn.sequences[0]])
+                        cut = self.turns.end == "length"
+                        part = self.output.end_turn("incomplete" if cut else "completed")
+                    case Made(turn):
+                        part = self.output.made(turn.made)
+                if head + part:
+                    yield head + part
+                head = b""
+                if isinstance(one, Ended) and one.calls and self.before_calls is not None:
+                    await self.before_calls()
+        yield self.output.end("completed" if self.status == "completed" else "incomplete")
 
     def last_event(self) -> bytes:
         """The event with the whole answer."""
@@ -202,23 +164,21 @@ class ResponseJob:
     @property
     def status(self) -> Literal["completed", "incomplete", "failed"]:
         """The status of the finished response."""
-        if self.tool_turns is None:
-            return "incomplete" if self._is_cut(self.output.called) else "completed"
-        match self.tool_turns.end:
+        match self.turns.end:
             case "error":
                 return "failed"
             case "length" | "max_tool_turns":
                 return "incomplete"
         return "completed"
 
-    def answer(self, status: ResponseStatus, error: Failure | None = None) -> ResponseAnswer:
+    def answer(self, status: ResponseStatus) -> ResponseAnswer:
         """The response with the output that has been generated so far."""
         body = self.body
         choice = body.tool_choice
         ended = status in ("completed", "incomplete", "failed")
-        receipt = _receipt(self) if ended else Receipt()
-        if status == "failed" and error is None:
-            error = Failure(receipt.code or "internal", receipt.error)
+        # The items of the answer report the calls, so the receipt does not.
+        receipt = (self.turns.receipt(calls=False) if ended else None) or Receipt()
+        error = Failure(receipt.code or "internal", receipt.error)
         incomplete = Incomplete("max_output_tokens")
         match receipt.code:
             case "max_tool_turns" | "context_length_exceeded" as reason:
@@ -228,11 +188,11 @@ class ResponseJob:
             created_at=self.created,
             status=status,
             background=bool(body.background),
-            error=error,
+            error=error if status == "failed" else None,
             incomplete_details=incomplete if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.prepared.name,
+            model=self.turns.plan.prepared.name,
             output=list(self.output.items),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             max_tool_calls=body.max_tool_calls,
@@ -244,134 +204,22 @@ class ResponseJob:
             top_p=1.0 if body.top_p is None else body.top_p,
             store=self.stored,
             truncation=body.truncation or "disabled",
-            usage=_usage(self.counter) if ended else None,
+            usage=self._usage if ended else None,
             metadata=body.metadata or {},
             tokenbus=receipt if receipt != Receipt() else UNSET,
         )
 
-    def stored_answer(self, answer: ResponseAnswer, body: bytes | None = None) -> Stored:
-        """The response for the database. ``body``: the request's body, if the response is generated
-        in the background."""
-        return Stored(
-            self.id,
-            answer.status,
-            msgspec.json.encode(answer),
-            self.body.previous_response_id,
-            bool(self.body.background),
-            body,
-        )
-
-    def given_items(self) -> list[Item]:
-        """The items of the request's input for the database."""
-        return [Item(item["id"], msgspec.json.encode(item), True) for item in self.input.given]
-
-    def output_items(self) -> list[Item]:
-        """The items of the answer for the database."""
-        return [Item(one.id, msgspec.json.encode(one), False) for one in self.output.items]
-
-
-async def read_input(gateway: Gateway, body: ResponsesRequest, ignored: Ignored) -> ResponseInput:
-    """The input of a request, with stored items in place of references. Raises ApiError."""
-    given = await resolved(gateway.stored, _listed(body.input))
-    context: list[dict[str, Any]] = []
-    if body.previous_response_id is not None:
-        context = await context_of(gateway.stored, body.previous_response_id)
-    return await gateway.models.tokenization.prepare(
-        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
-    )
-
-
-async def stored_input(gateway: Gateway, response: Stored, ignored: Ignored) -> ResponseInput:
-    """The input of a stored response. Raises ApiError, for example if an earlier response is not
-    stored any more."""
-    found = await gateway.stored.call(lambda database, user: database.given(user, response.id))
-    given = [msgspec.json.decode(data) for data in found]
-    context: list[dict[str, Any]] = []
-    if response.previous is not None:
-        context = await context_of(gateway.stored, response.previous)
-    return await gateway.models.tokenization.prepare(
-        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
-    )
-
-
-def _listed(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An input as a list of items. A text becomes a message of the user."""
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
-_PREFIXES = {
-    "function_call": "fc_",
-    "custom_tool_call": "ctc_",
-    "function_call_output": "fco_",
-    "custom_tool_call_output": "ctco_",
-    "reasoning": "rs_",
-}
-
-
-def _identified(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of the input in the form in which OpenAI lists it: with a type, an id and a list of
-    parts. Fields that have no effect are left out."""
-    kind = item.get("type", "message")
-    id = item.get("id")
-    fields = declared_fields({"type": kind, **item}, InputItem)
-    found = {"type": kind, "status": item.get("status", "completed"), **fields}
-    found["id"] = id if isinstance(id, str) and id else new_id(_PREFIXES.get(kind, "msg_"))
-    content = item.get("content")
-    if kind == "message" and isinstance(content, str):
-        part = "output_text" if item.get("role") == "assistant" else "input_text"
-        found["content"] = [{"type": part, "text": content}]
-    return found
-
-
-def _check(last: Token) -> None:
-    """Raises ApiError if the answer's sequence failed. ``last``: the last entry of this sequence.
-    Other sequences of the stream, which are forks, are not part of the answer."""
-    if last.finish_reason == "error":
-        raise ApiError(
-            400, last.error or "the sequence failed", code=last.code or "controller_failed"
+    @property
+    def _usage(self) -> ResponseUsage:
+        counter = self.turns.counter
+        return ResponseUsage(
+            counter.prompt,
+            InputDetails(counter.cached),
+            counter.completion,
+            OutputDetails(),
+            counter.prompt + counter.completion,
         )
 
 
 def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
-
-
-def _usage(counter: Counter) -> ResponseUsage:
-    return ResponseUsage(
-        counter.prompt,
-        InputDetails(counter.cached),
-        counter.completion,
-        OutputDetails(),
-        counter.prompt + counter.completion,
-    )
-
-
-def _receipt(job: ResponseJob) -> Receipt:
-    if job.tool_turns is not None and job.last is not None:
-        receipt = job.tool_turns.receipt()
-        # The items of the answer report the calls, so the receipt does not.
-        receipt.tool_calls = []
-        return receipt
-    receipt, constraint = job.output.receipt, job.prepared.constraint
-    if job.last is not None:
-        receipt.exact = job.last.exact
-    if constraint is not None and job.last is not None and job.last.constraint is not None:
-        receipt.constraint = constraint.label
-        receipt.ended = job.last.constraint
-        receipt.keywords = job.prepared.checks.outcomes.get(0, {})
-    return receipt
-
-
-def _begun(
-    gateway: Gateway,
-    body: ResponsesRequest,
-    counter: Counter,
-    prepared: Prepared,
-    max_tokens: int | None = None,
-) -> Generations:
-    """Begins a turn with at most ``max_tokens`` tokens. The default is the request's limit."""
-    options = body.options(prepared.constraint)
-    if max_tokens is not None:
-        options["max_tokens"] = max_tokens
-    fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
-    return chat_generations(gateway, prepared, options, counter, fields)

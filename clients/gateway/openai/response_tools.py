@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ....protocol.decoders import json_decoder
-from ..bodies import Body
+from ..bodies.field_types import FunctionName
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
 from ..conversation.constraints import Schema
 from ..conversation.parts import Call
 from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import FunctionName
-from ..leniency import Ignored
-from .chat_bodies import BusTool
+from .chat_bodies import BusTool, FunctionTool
 
 TEXT_INPUT: Schema = {
     "type": "object",
@@ -27,15 +27,8 @@ TEXT_INPUT: Schema = {
 """The schema of the arguments that the model writes for a tool whose input is a text."""
 
 
-class ResponseTool(Body, tag="function", tag_field="type"):
+class ResponseTool(FunctionTool, tag="function", tag_field="type"):
     """A function that the model may call."""
-
-    name: FunctionName
-    parameters: Schema | None = None
-    """The JSON schema of the arguments; null if the function does not have arguments."""
-    description: str | None = None
-    strict: bool | None = None
-    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class CustomTool(Body, tag="custom", tag_field="type"):
@@ -113,7 +106,7 @@ class OfferedTools:
             offered.places[name] = place
             offered._shown[place] = name
             if isinstance(tool, ResponseTool):
-                own = Tool(name, tool.description, tool.parameters, tool.strict)
+                own = replace(tool.to_tool(), name=name)
             else:
                 own = Tool(name, tool.description, TEXT_INPUT)
                 offered.custom.add(name)

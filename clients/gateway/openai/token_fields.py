@@ -79,11 +79,15 @@ class TokenReports:
     def __bool__(self) -> bool:
         return self.ids or self._processed or self._kept
 
-    def of_sequence(self, sequence: GeneratedSequence, prompt: list[int]) -> TokenFields:
-        """The fields of a whole choice."""
+    def of_sequence(
+        self, sequence: GeneratedSequence, prompt: list[int] | None = None
+    ) -> TokenFields:
+        """The fields of a whole choice. ``prompt``: the tokens of the prompt, if the choice has
+        them."""
         fields = TokenFields()
         if self.ids:
-            fields.token_ids, fields.prompt_token_ids = sequence.tokens, prompt
+            fields.token_ids = sequence.tokens
+            fields.prompt_token_ids = UNSET if prompt is None else prompt
             fields.spans = spans_of(sequence)
         if self._processed:
             fields.processed_logprobs = sequence.processed_logprobs

@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.sampling import TokenId
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import gateway_of
 from ..conversation.parts import Conversation
 from ..conversation.rendering import prompt_ids
 from ..errors import ApiError, invalid_field
 from ..json import json_response
 from ..tokenization import num_items
-from .chat_bodies import ChatTool, TemplateFields, rendering_of, to_tools
+from .chat_bodies import ChatTool, TemplateFields, rendering_of
 from .messages import Message, to_turns
 
 
@@ -77,7 +77,10 @@ async def tokenize(request: Request) -> Response:
     else:
         messages, tools = body.messages or [], body.tools
         conversation = await model.tokenization.prepare(
-            num_items(messages, tools), lambda: Conversation(to_turns(messages), to_tools(tools))
+            num_items(messages, tools),
+            lambda: Conversation(
+                to_turns(messages), [tool.function.to_tool() for tool in tools or ()]
+            ),
         )
         conversation.rendering = rendering_of(body)
         conversation.rendering.special = bool(body.add_special_tokens)

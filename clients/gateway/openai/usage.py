@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from msgspec import Struct
 
-from msgspec import UNSET, Struct
-
-from ....protocol.messages import Token
+from ..generation.counter import Counter
 
 
 class PromptDetails(Struct):
@@ -24,33 +22,8 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
 
-
-class Counter:
-    """Counts the tokens of all streams of a request."""
-
-    def __init__(self) -> None:
-        self.prompt = self.cached = self.completion = 0
-        self.alternatives = 0
-        """Number of log-probabilities of alternatives to tokens."""
-
-    def add(self, entries: Iterable[Token]) -> None:
-        """Adds the numbers of ``entries``. Tokens that an entry removes are subtracted."""
-        for entry in entries:
-            if entry.prompt_tokens:
-                self.prompt += entry.prompt_tokens
-                self.cached += entry.cached_tokens
-            if entry.top_logprobs is not UNSET:
-                self.alternatives += len(entry.top_logprobs)
-            if isinstance(entry.kept, list):
-                self.add_ids(len(entry.kept))
-            self.completion += (entry.token is not None) - entry.backtrack
-
-    def add_ids(self, count: int) -> None:
-        """Adds ``count`` token ids of the answer to ``alternatives``. Eight ids count as one
-        alternative, because an id without a text takes less time and memory than an alternative."""
-        self.alternatives += count // 8
-
-    def usage(self) -> Usage:
-        """The counted tokens."""
-        total = self.prompt + self.completion
-        return Usage(self.prompt, self.completion, total, PromptDetails(self.cached))
+    @classmethod
+    def of(cls, counter: Counter) -> Usage:
+        """The tokens that ``counter`` has counted."""
+        total = counter.prompt + counter.completion
+        return cls(counter.prompt, counter.completion, total, PromptDetails(counter.cached))

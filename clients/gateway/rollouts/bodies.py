@@ -17,11 +17,11 @@ from ....protocol.messages import (
     UpdateMode,
     WeightsVersion,
 )
-from ..bodies import B, Body, check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.leniency import Ignored
+from ..bodies.reading import B, Body, check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.wrong_values import refusal
 from ..context import gateway_of
 from ..errors import invalid_field
-from ..leniency import Ignored
-from ..wrong_values import refusal
 
 MAX_BODY = 64 * 1024
 """Maximum size of a body in bytes."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ....protocol.messages import PauseMode
 from ...request_options import DRAIN_S
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import gateway_of
 from ..json import json_response
 from .bodies import (

@@ -14,7 +14,7 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import PauseMode, Rollout, UpdateMode
 from ...operator import AsyncOperator
 from ...request_options import DRAIN_S
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import gateway_of
 from ..json import json_response
 from ..openai.token_fields import weights_label

@@ -10,10 +10,7 @@ from msgspec import Meta
 from ....protocol.messages import Name
 from ....protocol.sampling import Probability, TokenId
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     Bias,
     Choices,
     MaybeStop,
@@ -31,6 +28,9 @@ from ..field_types import (
     sampling_of,
     stops_of,
 )
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint
+from ..errors import invalid_field
 from ..openai.constraints import StructuredOutputs, only_constraint
 
 DEFAULT_MAX_TOKENS = 128

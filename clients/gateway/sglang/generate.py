@@ -15,19 +15,19 @@ from starlette.responses import Response
 
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
-from ..bodies import ignored_of, read_body
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
-from ..conversation.endings import receipt_of
+from ..conversation.endings import check_some_succeeded, receipt_of
 from ..errors import from_tokenbus
-from ..events import DONE, event, unless_disconnected
-from ..json import json_response
+from ..events import DONE, event
+from ..generation.counter import Counter, check_alternatives, compose
+from ..generation.generations import Generations
+from ..generation.respond import respond
 from ..models import ServedModel
 from ..new_ids import new_id
-from ..openai.choices import Indexes, check_some_succeeded
-from ..openai.generations import Generations, begun
-from ..openai.logprobs import check_alternatives, compose, reported
+from ..openai.choices import Indexes
+from ..openai.logprobs import reported
 from ..openai.token_fields import spans_of
-from ..openai.usage import Counter
 from .answers import Generated, MetaInfo, PromptLogprobs, Reports, finish_of
 from .bodies import GenerateRequest, Prompt, SamplingParams
 
@@ -74,6 +74,58 @@ class Job:
     """The streams of each part; None if the part does not ask for new tokens."""
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is a list of objects."""
+        return self.body.is_list or any((part.params.n or 1) > 1 for part in self.parts)
+
+    async def whole(self) -> list[Generated] | Generated:
+        """The answers to all prompts, in the order of the prompts; one answer for each sequence."""
+        try:
+            found = await _together([_sequences(self, part) for part in self.parts])
+        finally:
+            self.close()
+        answers = await compose(
+            self.counter.alternatives,
+            lambda: [
+                _answer(self, part, sequence)
+                for part, sequences in zip(self.parts, found, strict=True)
+                for sequence in sequences
+            ],
+        )
+        return answers if self.is_list else answers[0]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields an event with the whole answer so far whenever an answer has grown enough."""
+        queue: Growing = asyncio.Queue(1)
+        reading = asyncio.ensure_future(_read_all(self, queue))
+        sent: dict[tuple[int, int], int] = {}
+        indexes = Indexes([part.params.n or 1 for part in self.parts])
+        try:
+            while (found := await queue.get()) is not None:
+                if isinstance(found, Exception):
+                    raise found
+                part, sequences = found
+                for sequence in sequences:
+                    key = part.number, sequence.seq
+                    if not _is_due(sequence, sent.get(key)):
+                        continue
+                    sent[key] = len(sequence.tokens) + (sequence.finish_reason is not None)
+                    make = partial(_event, self, part, sequence, indexes.of(*key))
+                    yield await compose(self.counter.alternatives, make)
+                queue.task_done()
+            yield DONE
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        """Closes the streams."""
+        for generations in self.generations:
+            if generations is not None:
+                generations.close()
+
 
 Growing = asyncio.Queue[tuple[Part, list[GeneratedSequence]] | None | Exception]
 """A queue. Each element is a part whose sequences have grown, together with the part's sequences.
@@ -85,15 +137,8 @@ async def generate(request: Request) -> Response:
     ignored = ignored_of(request)
     body = await read_body(request, GenerateRequest, ignored)
     body.check()
-    job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
-    if body.stream:
-        return await begun(request, _events(job), ignored.headers)
-    answers = await unless_disconnected(request.receive, _answers(job))
-    return json_response(answers if _is_list(job) else answers[0], headers=ignored.headers)
-
-
-def _is_list(job: Job) -> bool:
-    return job.body.is_list or any((part.params.n or 1) > 1 for part in job.parts)
+    work = _begin(gateway_of(request), body)
+    return await respond(request, work, ignored, stream=body.stream)
 
 
 async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
@@ -112,7 +157,7 @@ async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
         for part in job.parts:
             job.generations.append(await _generation(gateway, model, job, part))
     except BaseException:
-        _close(job)
+        job.close()
         raise
     return job
 
@@ -196,12 +241,6 @@ async def _generation(
     return Generations(gateway.client, [part.prompt], fields, constraint, job.counter, **options)
 
 
-def _close(job: Job) -> None:
-    for generations in job.generations:
-        if generations is not None:
-            generations.close()
-
-
 async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all ``works``. If one raises an exception, cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -211,25 +250,6 @@ async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# --- the whole answer -----------------------------------------------------------------------------
-
-
-async def _answers(job: Job) -> list[Generated]:
-    """The answers to all prompts, in the order of the prompts; one answer for each sequence."""
-    try:
-        found = await _together([_sequences(job, part) for part in job.parts])
-    finally:
-        _close(job)
-    return await compose(
-        job.counter.alternatives,
-        lambda: [
-            _answer(job, part, sequence)
-            for part, sequences in zip(job.parts, found, strict=True)
-            for sequence in sequences
-        ],
-    )
 
 
 async def _sequences(job: Job, part: Part) -> list[GeneratedSequence]:
@@ -263,38 +283,9 @@ def _answer(job: Job, part: Part, sequence: GeneratedSequence) -> Generated:
     return Generated(sequence.text, list(sequence.tokens), info)
 
 
-# --- a stream -------------------------------------------------------------------------------------
-
-
-async def _events(job: Job) -> AsyncGenerator[bytes, None]:
-    """Yields an event with the whole answer so far whenever an answer has grown enough."""
-    queue: Growing = asyncio.Queue(1)
-    reading = asyncio.ensure_future(_read_all(job, queue))
-    sent: dict[tuple[int, int], int] = {}
-    indexes = Indexes([part.params.n or 1 for part in job.parts])
-    try:
-        while (found := await queue.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            part, sequences = found
-            for sequence in sequences:
-                key = part.number, sequence.seq
-                if not _is_due(sequence, sent.get(key)):
-                    continue
-                sent[key] = len(sequence.tokens) + (sequence.finish_reason is not None)
-                make = partial(_event, job, part, sequence, indexes.of(*key))
-                yield await compose(job.counter.alternatives, make)
-            queue.task_done()
-        yield DONE
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        _close(job)
-
-
 def _event(job: Job, part: Part, sequence: GeneratedSequence, index: int) -> bytes:
     answer = _answer(job, part, sequence)
-    if _is_list(job):
+    if job.is_list:
         answer.index = index
     return event(answer)
 

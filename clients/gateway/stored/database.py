@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..value_counts import SMALL_BODY_BYTES, ValueCounts
+from ..bodies.value_counts import SMALL_BODY_BYTES, ValueCounts
 from .tables import connect
 
 MAX_BYTES = 512 * 1024 * 1024

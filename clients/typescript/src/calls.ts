@@ -1,6 +1,7 @@
 /**
- * A call: a request of this client, with its state across all connections and attempts. If an
- * attempt fails, the client may send the request again, with another `stream_id`.
+ * A *call*: one request of this client, and the state of the request. If a request fails, the
+ * client may send it again. Each time, a new *attempt* of the call begins, with another
+ * `stream_id`.
  */
 
 import { Row } from "./columns.js";
@@ -43,7 +44,7 @@ export type Event =
   | { readonly kind: "notice"; readonly notice: System }
   | { readonly kind: "ended"; readonly error: TokenbusError | null };
 
-/** An input for the program of a stream, which is kept until the stream ends. */
+/** An input for the program of a stream. The client keeps the input until the stream ends. */
 export interface SentInput {
   /** The number of the input in its stream, from 1. */
   number: number;
@@ -58,13 +59,13 @@ export interface SentInput {
 export interface Timing {
   /** Time after which the call ends with a `timeout` error. */
   readonly timeoutS?: number | undefined;
-  /** Time without a message after which the request is sent again. */
+  /** If no message arrives during this time, the request is sent again. */
   readonly stallS?: number | undefined;
   /** After the first retryable failure, the request may be sent again until this time has passed. */
   readonly retryS?: number | undefined;
 }
 
-/** One request across all of its connections and attempts. */
+/** One request, with all its attempts, on any connection. */
 export class Call {
   readonly timeoutS: number;
   readonly stallS: number;
@@ -86,8 +87,8 @@ export class Call {
   /** Number of entries that arrived in this attempt. */
   received = 0;
   /**
-   * Number of entries that the client already has and that the broker will now send again, in the
-   * same order. The answer to ATTACH determines this number.
+   * Number of entries that the broker will now send a second time, in the same order. The answer to
+   * ATTACH determines this number.
    */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
@@ -122,9 +123,9 @@ export class Call {
   }
 
   /**
-   * Whether the client waits for a worker to report the stream after a restart of the broker. If
-   * not, the client sends the request again. The client waits only if it has received an entry of
-   * the stream, or if `retryS` is 0.
+   * Whether the client waits, after a restart of the broker, until a worker reports the stream. If
+   * this is false, the client sends the request again at once. It is true if an entry of the stream
+   * was received, or if `retryS` is 0.
    */
   get mayBeLive(): boolean {
     const { type } = this.request;
@@ -132,9 +133,9 @@ export class Call {
   }
 
   /**
-   * Whether the client sends the request again if no worker has reported the stream, even if
-   * `retryS` is 0. In this case the broker was restarted before it read the request, or the broker
-   * and the workers of the request were lost.
+   * For a stream that the broker does not know, because no worker has reported it: whether the
+   * client sends the request again, even if `retryS` is 0. Such a stream was lost: the broker was
+   * restarted before it read the request, or the broker and the workers of the request were lost.
    */
   get resendsUnknown(): boolean {
     const { type } = this.request;
@@ -154,8 +155,9 @@ export class Call {
   }
 
   /**
-   * Prepares for all entries of the stream from its beginning, in any order of its sequences. The
-   * counts of delivered entries are kept, so that nothing is delivered twice.
+   * Prepares for receiving all entries of the stream again. The entries of different sequences may
+   * come in another order. The counts of delivered entries are kept, so that nothing is delivered
+   * twice.
    */
   beginCopy(): void {
     this.received = 0;
@@ -166,15 +168,16 @@ export class Call {
   }
 
   /**
-   * Counts an entry. Returns false if an earlier attempt has already delivered the entry. Also
-   * returns false for a report (`isReport`) without a new message, unless the program waits.
+   * Counts an entry, and returns whether the entry is delivered. An entry that an earlier attempt
+   * has delivered is not delivered again. A report (`isReport`) is delivered only if it has a new
+   * message, or says that the program waits.
    */
   isNew(entry: Row | Token): boolean {
     this.received += 1;
     if (!(entry instanceof Row)) {
       const messages = this.#newMessages(entry);
-      // A report is not counted as an entry, because another attempt may distribute the same
-      // messages over other entries.
+      // A report is not counted as an entry: in another attempt, the same messages may come in more
+      // or in fewer entries.
       if (isReport(entry)) return messages > 0 || entry.waiting > 0;
     }
     const count = (this.#came.get(entry.seq) ?? 0) + 1;
@@ -184,7 +187,10 @@ export class Call {
     return true;
   }
 
-  /** Removes the messages that an earlier attempt has delivered; returns the number of the others. */
+  /**
+   * Removes the messages that an earlier attempt has delivered; returns the number of remaining
+   * messages.
+   */
   #newMessages(entry: Token): number {
     const { seq, messages } = entry;
     const came = this.#cameMessages.get(seq) ?? 0;
@@ -198,9 +204,9 @@ export class Call {
   }
 
   /**
-   * Counts the end of a sequence, and returns the entry with a corrected `live`. In this attempt,
-   * sequences may end in another order than in an earlier attempt. `live` must not count a sequence
-   * whose end an earlier attempt has delivered, even if the sequence is still live in this attempt.
+   * Counts the end of a sequence, and returns the entry with a corrected `live`. In two attempts,
+   * sequences may end in a different order. If an earlier attempt has delivered the end of a
+   * sequence, `live` must not count this sequence, even if it is still live in this attempt.
    */
   ended(entry: Token, isNew: boolean): Token {
     this.#endsAgain.add(entry.seq);
@@ -214,7 +220,10 @@ export class Call {
   }
 }
 
-/** Whether an entry only reports messages, logs or writes, or that the program waits. */
+/**
+ * Whether an entry is a report. A report has only messages, logs or writes, or says that the
+ * program waits.
+ */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.prompt.length > 0;
   const read = entry.scores.length > 0 || entry.distribution !== null;

@@ -31,16 +31,16 @@ import { GeneratedSequence, type Scores } from "./results.js";
 import { TokenStream } from "./stream.js";
 import type { Transport } from "./transport.js";
 
-/** Default time that calls wait for a broker that does not answer, in seconds. */
+/** Default of `patience_s`, in seconds. */
 const PATIENCE_S = 30;
 
 /** The options of a client. */
 export interface ClientOptions {
-  /** Time that calls wait for a broker that does not answer, in seconds. Default: 30. */
+  /** If the broker does not answer for this number of seconds, calls fail. Default: 30. */
   readonly patience_s?: number | undefined;
   /**
-   * Time for which the broker keeps this client's streams without a connection, in seconds. If
-   * `patience_s` is not given, it is at least `keep_s`. Default: 0.
+   * If the connection is lost, the broker continues this client's streams for at least this number
+   * of seconds. If `patience_s` is not given, it is then at least `keep_s`. Default: 0.
    */
   readonly keep_s?: number | undefined;
   /** The API key, if the gateway needs one. Only for WebSockets. */
@@ -70,8 +70,9 @@ export class BaseClient {
   /**
    * Begins a stream of tokens that continue `prompt`, which is text or token ids.
    *
-   * Throws TypeError if an option is unknown, and RequestError if the client finds that the request
-   * is not valid. The errors of the broker and the workers are thrown when the stream is read.
+   * Throws TypeError if an option is unknown, and RequestError if the client itself detects that
+   * the request is not valid. Errors of the broker and the workers are thrown when the stream is
+   * read.
    */
   generate(prompt: Prompt, options: GenerateOptions = {}): TokenStream {
     return this.#stream(generateCall(prompt, options), options);
@@ -108,12 +109,15 @@ export class BaseClient {
     return present(answer.tokenizer, "tokenizer");
   }
 
-  /** Workers, sessions and queues. `streams` adds the live streams. */
+  /** Returns the broker's workers, sessions and queues. `streams` adds the live streams. */
   async status(options: StatusOptions = {}): Promise<Status> {
     return present((await this.#ask(statusCall(options), options)).status, "status");
   }
 
-  /** Stores a prompt part at the broker, for `buffers: [name]`; deletes it if `content` is null. */
+  /**
+   * Stores a part of a prompt at the broker, under a name. The prompt of a request with `buffers:
+   * [name]` begins with this part. If `content` is null, deletes the part.
+   */
   async buffer(name: string, content: Prompt | null, options: AskOptions = {}): Promise<void> {
     await this.#ask(bufferCall(name, content, options), options);
   }

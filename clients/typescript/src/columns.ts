@@ -3,8 +3,8 @@
 import { type Token, readToken } from "./messages.js";
 
 /**
- * The body of a TOKEN in columns: little-endian arrays with one row for each token, and entries whose
- * fields do not fit into the columns.
+ * The body of a TOKEN in columns. Each column is a little-endian array with a value for each token.
+ * Entries whose fields do not fit into the columns are in `e`.
  */
 export interface TokenColumns {
   /** Stream ids, u64 each. */
@@ -17,13 +17,15 @@ export interface TokenColumns {
   readonly p?: Uint8Array;
   /** Sequence numbers, u32 each; absent if all of them are 0. */
   readonly q?: Uint8Array;
-  /** Texts, null for a row without text; absent if no row has text. */
+  /** Texts. A row without text has null. Absent if no row has text. */
   readonly x?: readonly (string | null)[];
-  /** Values of `processed`, f64 each; NaN for a row without a value; absent if no row has one. */
+  /**
+   * Values of `processed`, f64 each. A row without a value has NaN. Absent if no row has a value.
+   */
   readonly d?: Uint8Array;
   /**
-   * Values of `kept`: a number, or ids, u32 each; null for a row without a value; absent if no row
-   * has one.
+   * Values of `kept`: a number, or ids as u32 each. A row without a value has null. Absent if no
+   * row has a value.
    */
   readonly k?: readonly (number | Uint8Array | null)[];
   /** Entries whose fields do not fit into the columns. */
@@ -31,8 +33,8 @@ export interface TokenColumns {
 }
 
 /**
- * A token whose fields all fit into the columns. A row is created faster than an entry, which has
- * more fields.
+ * A token whose fields all fit into the columns. An entry has more fields, so creating a row takes
+ * less time.
  */
 export class Row {
   constructor(

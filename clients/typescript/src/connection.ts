@@ -6,11 +6,11 @@ import { Session } from "./session.js";
 import type { Link, Received, Transport } from "./transport.js";
 
 /**
- * The first and the longest pause before a new connection, in seconds. After each further failure,
- * the pause is twice as long, up to the longest pause.
+ * The first and the longest pause before a new connection, in seconds. Each pause is twice the
+ * previous one, up to the longest pause.
  */
 const PAUSES_S = [0.05, 1] as const;
-/** The longest pause if the next connection may be to another broker, in seconds. */
+/** If the next connection may be to another broker, the longest pause before it, in seconds. */
 const ELSEWHERE_S = 0.2;
 
 /** The connection of a client, on which all of its calls are sent. */
@@ -26,8 +26,8 @@ export class Connection {
   #openAt = 0;
 
   /**
-   * `patienceS`: seconds that calls wait for a broker that does not answer. `keepS`: seconds for
-   * which the broker keeps the session without a connection.
+   * `patienceS`: if the broker does not answer for this number of seconds, calls fail. `keepS`: if
+   * the connection is lost, the broker keeps the session for at least this number of seconds.
    */
   constructor(
     readonly transport: Transport,

@@ -39,7 +39,10 @@ export class RequestError extends TokenbusError {}
 /** The controller of the stream failed, exceeded a limit, or is in a deadlock. */
 export class ControllerError extends TokenbusError {}
 
-/** The service is unavailable, because its queue is full, it restarts, or a worker was lost. */
+/**
+ * The service cannot process the request at the moment: its queue is full, it restarts, or a worker
+ * was lost.
+ */
 export class UnavailableError extends TokenbusError {}
 
 /** The broker does not answer, or the session has ended. */

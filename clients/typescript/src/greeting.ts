@@ -1,8 +1,7 @@
 /**
  * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37), the protocol of
- * ZeroMQ connections. ZeroMQ itself does not report this mechanism to a client: a broker that
- * requires keys usually closes the connection of a client without a key before it sends the
- * mechanism.
+ * ZeroMQ connections. If a broker requires keys and a client has none, the broker usually closes
+ * the connection before it has sent its mechanism. ZeroMQ then does not report the mechanism.
  */
 
 import { connect } from "node:net";

@@ -137,9 +137,9 @@ export interface Hello {
    */
   readonly session?: string | null | undefined;
   /**
-   * Begin a session with the token in `session`, which the client has chosen: a secret of 32
-   * hexadecimal digits. Has no effect if the broker already has a session with this token, under
-   * any key. Default: false.
+   * Begin a new session whose token is `session`. The client has chosen this token: a secret of 32
+   * hexadecimal digits. Has no effect if a session with this token exists already, even if it
+   * belongs to another key. Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
@@ -149,11 +149,11 @@ export interface Hello {
    */
   readonly elsewhere?: boolean | undefined;
   /**
-   * Minimum number of seconds for which the session and its streams continue without a connection,
-   * for example while a program waits for the next input of a user who has left. The broker's
-   * settings `session_grace_s` and `max_keep_s` are the lower and the upper bound of this time.
-   * Over a gateway, the field has no effect unless the client's API key has its own tenant. At
-   * least 0. Default: 0.
+   * If the client's connection is lost, the session and its streams continue for at least this
+   * number of seconds. For example, a program can wait for the next input of a user who has left.
+   * The broker's settings `session_grace_s` and `max_keep_s` are the lower and the upper bound of
+   * this time. Over a gateway, the field has no effect unless the client's API key has its own
+   * tenant. At least 0. Default: 0.
    */
   readonly keep_s?: number | undefined;
   /** Name and version of the program, for the operator. At most 256 in length. */
@@ -258,9 +258,10 @@ export interface Generate {
    */
   readonly stream_id: number;
   /**
-   * The name of the model; if empty, the default model. If all workers have the same default, it is
-   * the default model. If the defaults differ and one of them is the embedded model, the embedded
-   * model is the default model. At most 1024 in length.
+   * The name of the model; if empty, the default model. Each GPU worker has a default. If all of
+   * them have the same default, this is the default model. If their defaults differ, the default
+   * model is the embedded model, provided that at least one worker has it as its default. At most
+   * 1024 in length.
    */
   readonly model?: string | undefined;
   /**
@@ -276,8 +277,8 @@ export interface Generate {
    */
   readonly save?: string | null | undefined;
   /**
-   * Text mode: each entry with a token also has a text, which consists of the characters that the
-   * token completes. Default: false.
+   * Text mode: each entry with a token also has a text. The text has the characters that the token
+   * completes. Default: false.
    */
   readonly text?: boolean | undefined;
   /**
@@ -302,8 +303,8 @@ export interface Generate {
    */
   readonly timeout_s?: number | null | undefined;
   /**
-   * The user who sent the request, if one session serves several users; the requests of the users
-   * take turns in the queue. At most 256 in length.
+   * The user who sent the request. Only given if one session serves several users. In the queue,
+   * the requests of the users take turns. At most 256 in length.
    */
   readonly by?: string | undefined;
   /**
@@ -370,8 +371,9 @@ export interface Cancel {
 /**
  * `ATTACH`: resume a stream of this session.
  *
- * The answer is an `ERROR` or `MSG {"attached": …}`, followed by the entries of the stream from
- * number `attached` on. The client discards entries that arrive before the answer.
+ * The answer is an `ERROR` or `MSG {"attached": …}`. After this `MSG`, the broker sends the entries
+ * of the stream from number `attached` on. The client discards entries that arrive before the
+ * answer.
  */
 export interface Attach {
   /** At least 0, at most 9223372036854775807. */
@@ -389,9 +391,9 @@ export interface Attach {
  * `INPUT`: a text for the program of a running stream of this session. The program receives it with
  * the call `receive`.
  *
- * The answer is `MSG {"input": …}` with the number of the input. An input without an answer is sent
- * again, with the same number; the program receives it once. The stream continues if the input is
- * refused.
+ * The answer is `MSG {"input": …}` with the number of the input. If no answer arrives, the client
+ * sends the input again with the same number. The program receives the input only once. If the
+ * input is refused, the stream continues.
  */
 export interface Input {
   /** At least 0, at most 9223372036854775807. */
@@ -402,8 +404,8 @@ export interface Input {
 }
 
 /**
- * `BUFFER`: store a part of prompts in the session under a name. A request uses the part if it has
- * the name in `buffers`.
+ * `BUFFER`: store a text or token ids in the session under a name. If a request lists this name in
+ * `buffers`, its prompt contains the buffer.
  *
  * The message has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these,
  * the buffer is deleted.
@@ -472,7 +474,7 @@ export interface StatusRequest {
   readonly stream_id: number;
   /**
    * List the live streams too. The operator receives all streams. A user of a gateway receives the
-   * streams of its own session, and any other client the streams of all clients with its key.
+   * streams of its own session. Any other client receives the streams of all clients with its key.
    * Default: false.
    */
   readonly streams?: boolean | undefined;
@@ -481,9 +483,9 @@ export interface StatusRequest {
   /** Include the counters and histograms of the broker and of each worker. Default: false. */
   readonly metrics?: boolean | undefined;
   /**
-   * Names of tools to describe. The answer is an error if the sender's programs may not call one of
-   * these tools (`not_allowed`), or if no worker serves one of them (`no_worker`). At most 128 in
-   * length.
+   * Names of tools to describe. If the list has a tool that the sender's programs may not call, the
+   * answer is the error `not_allowed`. If it has a tool that no worker serves, the answer is the
+   * error `no_worker`. At most 128 in length.
    */
   readonly tools?: readonly string[] | undefined;
 }
@@ -538,7 +540,7 @@ export interface Tags {
 /**
  * `DELETE`: delete a tag, or a module with all its tags.
  *
- * The answer is `MSG` with a `StoredModule` as its result, which describes what was deleted.
+ * The answer is `MSG`. Its result is a `StoredModule` that describes the deleted tag or module.
  */
 export interface Delete {
   /** At least 0, at most 9223372036854775807. */
@@ -554,7 +556,7 @@ export interface Delete {
  * `DRAIN`: make a worker leave. The worker is not assigned any further requests, and hands over its
  * streams if other workers can take them.
  *
- * When the worker has left, the answer is a `MSG` with the result `{"worker": name, "requests":
+ * When the worker has left, the answer is a `MSG` whose result is `{"worker": name, "requests":
  * number}`. `requests` is the number of requests that the worker had when DRAIN arrived. Only the
  * operator may send DRAIN. The operator is a client with the operator's key. If the broker has no
  * keys, it is any client on the broker's machine except a gateway.
@@ -597,12 +599,12 @@ export interface ResumeModel {
  * `UPDATE_WEIGHTS`: the workers of a model replace the model's weights while streams run.
  *
  * The weights are in `folder`, or in one safetensors file with `size` and `sha256`. If `shared` is
- * given, the file is in this shared memory of the workers' machine. Otherwise the client sends it
- * in WEIGHTS messages, which follow this message.
+ * given, the file is in this shared memory of the workers' machine. If neither `folder` nor
+ * `shared` is given, the client sends the file in WEIGHTS messages after this message.
  *
  * Each worker first reads and checks the new weights. If the checks of all workers succeed, each
- * worker replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker
- * changes its weights.
+ * worker replaces its weights between two steps. If a check fails, the answer is an `ERROR`, and no
+ * worker changes its weights.
  */
 export interface UpdateWeights {
   /** At least 0, at most 9223372036854775807. */
@@ -653,7 +655,8 @@ export interface SendWeights {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * `UpdateWeights.sha256` of the update, which the same session has sent. At most 64 in length.
+   * `sha256` of the UPDATE_WEIGHTS to which the part belongs. The same session must have sent this
+   * UPDATE_WEIGHTS. At most 64 in length.
    */
   readonly sha256: string;
   /** Number of bytes of all earlier parts. At least 0. Default: 0. */
@@ -752,9 +755,10 @@ export interface Welcome {
    */
   readonly streams: readonly number[];
   /**
-   * Whether the session comes from an earlier run of the broker, or from another broker, so that
-   * workers may still report its streams. An `ATTACH` is answered when a worker reports the stream,
-   * or with `unknown_stream` when the time for reports is over. Buffers are lost.
+   * Whether the session comes from an earlier run of the broker, or from another broker. Workers
+   * may then still report its streams. When a worker reports a stream, the broker answers the
+   * stream's `ATTACH`. If no worker has reported the stream when the time for reports is over, the
+   * answer is `unknown_stream`. Buffers are lost.
    */
   readonly recovering: boolean;
   readonly server: string;
@@ -808,9 +812,9 @@ export interface Span {
    */
   readonly weights: string;
   /**
-   * The arithmetic of the forwards, such as `AVX512`, if the bits of logits and log-probabilities
-   * do not depend on the batch; otherwise empty. If two spans have equal fields, and this field is
-   * not empty, equal sequences have equal bits in both.
+   * The arithmetic of the forwards, such as `AVX512`. Empty if the bits of logits and log-
+   * probabilities depend on the batch. If this field is not empty, and two spans have equal fields,
+   * equal sequences have equal bits in both spans.
    */
   readonly exact: string;
   /**
@@ -944,9 +948,10 @@ export interface Token {
    */
   readonly span: Span | null;
   /**
-   * In the last entry of a sequence: whether each step of its stream so far, also at earlier
-   * workers, was exact with the same arithmetic (`Span.exact`). If so, the bits of the sequence's
-   * logits and log-probabilities do not depend on batches, chunks, drafts, forks and moves.
+   * In the last entry of a sequence: whether all steps of the stream so far were exact, with the
+   * same arithmetic (`Span.exact`). Steps at earlier workers count too. If true, the bits of the
+   * sequence's logits and log-probabilities do not depend on batches, chunks, drafts, forks and
+   * moves.
    */
   readonly exact: boolean | null;
   /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
@@ -975,13 +980,13 @@ export interface Token {
    */
   readonly distribution: Distribution | null;
   /**
-   * How often the sequence was woken from suspension since its last sampled token, for replays of
-   * the controller.
+   * How often the sequence was woken from suspension since its last sampled token. Replays of the
+   * controller need this number.
    */
   readonly wakes: number;
   /**
-   * The scores of the texts that the program of the stream has scored as continuations of the
-   * sequence. They are in the stream for replays of the controller.
+   * The program of the stream has scored texts as continuations of the sequence. These are their
+   * scores. They are in the stream for replays of the controller.
    */
   readonly scores: readonly (readonly number[])[];
 }
@@ -1502,10 +1507,11 @@ export interface Msg {
   readonly model_info?: ModelInfo;
   readonly status?: Status;
   /**
-   * Answers an `ATTACH`: the number of the first entry that follows, usually `received`. It is 0 if
-   * the valid copy of the stream is not the copy from which the client has received entries. The
-   * two copies may order the entries of different sequences differently. So the client then
-   * discards, for each sequence, as many entries as it has already received.
+   * Answers an `ATTACH`: the number of the first entry that follows. This is usually
+   * `Attach.received`. It is 0 if two workers had copies of the stream, and the client has received
+   * the entries of the copy that is no longer valid. The two copies may order the entries of
+   * different sequences differently. So the client discards the first entries of each sequence, as
+   * many as it has already received.
    */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
@@ -1626,8 +1632,8 @@ export function readErrorMessage(
 export interface Pong {
   readonly n: number;
   /**
-   * Whether this connection has a session that began with `HELLO`. If false, for example because
-   * the broker was restarted or the session has expired, the client sends `HELLO` again.
+   * Whether this connection has a session that began with `HELLO`. If false, the client sends
+   * `HELLO` again. For example, the broker was restarted, or the session has expired.
    */
   readonly session: boolean;
   /**

@@ -19,7 +19,9 @@ export function unpackAll(bytes: Uint8Array): unknown[] {
 
 /** Maximum nesting of maps and lists. */
 const DEEPEST = 200;
-/** Maximum length of a text, in bytes, for which reading byte by byte is faster than TextDecoder. */
+/**
+ * Up to this number of bytes, a text is read byte by byte, because this is faster than TextDecoder.
+ */
 const SHORT = 24;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });

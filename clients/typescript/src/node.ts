@@ -15,10 +15,11 @@ const BROKER = "tcp://127.0.0.1:5555";
 /** The client; see `BaseClient` for its methods. */
 export class Client extends BaseClient {
   /**
-   * `address`: the address of the broker, such as `tcp://127.0.0.1:5555` or `ipc:///run/front.sock`,
-   * or of the gateway, such as `ws://127.0.0.1:8080/`. Default: the environment variable
-   * `TOKENBUS_FRONT`, otherwise `tcp://127.0.0.1:5555`. If there are several addresses, separated by
-   * commas, the client uses one. If that broker fails, streams continue at the next address.
+   * `address`: the address of the broker, such as `tcp://127.0.0.1:5555` or
+   * `ipc:///run/front.sock`, or of the gateway, such as `ws://127.0.0.1:8080/`. Default: the value
+   * of the environment variable `TOKENBUS_FRONT` or, if it is not set, `tcp://127.0.0.1:5555`.
+   * `address` may be several addresses, separated by commas. The client connects to one of them. If
+   * this broker fails, streams continue at the next address.
    */
   constructor(
     address: string = process.env["TOKENBUS_FRONT"] || BROKER,

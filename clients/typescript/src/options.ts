@@ -17,7 +17,10 @@ const STREAM = [
   ...ASK,
   ...named<Own<StreamOptions, AskOptions>>({ stall_s: true, retry_s: true, on_system: true }),
 ];
-/** Fields of messages that are arguments of the methods, or that the session sets. */
+/**
+ * Fields of messages that are not options: the arguments of methods, and a field that the session
+ * sets.
+ */
 const NOT_OPTIONS: readonly string[] = ["stream_id", "prompt", "scored"];
 
 export const CLIENT_OPTIONS: ReadonlySet<string> = new Set(
@@ -40,8 +43,8 @@ export const RUN_OPTIONS: ReadonlySet<string> = new Set([
 ]);
 
 /**
- * Throws TypeError if an option is not in `known`. The error names the known option with the most
- * similar name, or all known options.
+ * Throws TypeError if an option is not in `known`. The error names the most similar known option.
+ * If no known option is similar, it names all known options.
  */
 export function checkOptions(options: object, known: ReadonlySet<string>): void {
   for (const name of Object.keys(options)) {
@@ -66,7 +69,10 @@ function remedy(name: string, known: ReadonlySet<string>): string {
   return `did you mean ${names[distances.indexOf(least)]}?`;
 }
 
-/** The least number of characters to insert, delete or replace to change `a` into `b`. */
+/**
+ * The edit distance of two texts: how many characters must be inserted, deleted or replaced to
+ * change `a` into `b`.
+ */
 function distance(a: string, b: string): number {
   let row = Array.from({ length: b.length + 1 }, (_, column) => column);
   for (const [index, letter] of [...a].entries()) {

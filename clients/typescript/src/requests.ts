@@ -25,9 +25,12 @@ export interface AskOptions {
 
 /** The options that `generate`, `run` and `score` have in common. Times are in seconds. */
 export interface StreamOptions extends AskOptions {
-  /** Time without a message after which the request is sent again. */
+  /** If no message arrives during this time, the request is sent again. */
   readonly stall_s?: number | undefined;
-  /** If a queue is full or a worker is lost, the request is repeated for this time; default: 30. */
+  /**
+   * If a queue is full or a worker is lost, the request is sent again until this time has passed.
+   * Default: 30.
+   */
   readonly retry_s?: number | undefined;
   /** Called with each notice: loading, queued, retrying. */
   readonly on_system?: ((notice: System) => void) | undefined;
@@ -60,14 +63,20 @@ export interface UploadOptions extends AskOptions {
 }
 
 const RETRY_S = 30;
-/** Default time that a request with a short answer waits for this answer, in seconds. */
+/** Default of `timeout_s` for requests with a short answer. */
 const ASK_S = 30;
-/** Default time that an upload waits, in seconds. A large module takes long to compile. */
+/** Default of `timeout_s` for an upload. A large module takes long to compile. */
 const UPLOAD_S = 120;
-/** Seconds for which a request to the store of modules is repeated if no worker is available. */
+/**
+ * If no worker is available for a request to the store of modules, it is sent again for this number
+ * of seconds.
+ */
 const STORE_RETRY_S = 10;
 
-/** The call of a GENERATE. A sampled request receives a seed, so that a retry has the same tokens. */
+/**
+ * The call of a GENERATE. A sampled request receives a seed. So if the request is sent again, the
+ * tokens are the same.
+ */
 export function generateCall(prompt: Prompt, options: GenerateOptions): Call {
   checkOptions(options, GENERATE_OPTIONS);
   const { fields, timing } = split(options);
@@ -126,7 +135,10 @@ export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
   return checkedCall({ type: "UPLOAD", body, data: wasm }, storing(options, UPLOAD_S));
 }
 
-/** The call of a request to the store of modules, except an upload. It may be repeated safely. */
+/**
+ * The call of a request to the store of modules, except an upload. The request may be sent again,
+ * because a second request has no further effect.
+ */
 export function storeCall(request: Request, options: AskOptions): Call {
   checkOptions(options, ASK_OPTIONS);
   return checkedCall(request, storing(options, ASK_S));

@@ -7,8 +7,8 @@ import type { Json, Token } from "./messages.js";
 /**
  * One sequence of a stream: one of `n`, or a fork that a controller made.
  *
- * A fork begins with the tokens of its parent. Both sequences may later remove some of these tokens.
- * Each sequence has its own logs and storage, which are never removed.
+ * A fork begins with the tokens of its parent. Both sequences may later remove some of these
+ * tokens. Each sequence has its own logs and storage. Nothing is removed from them.
  */
 export class GeneratedSequence {
   /** All tokens after the prompt, including tokens that the controller appended. */
@@ -36,7 +36,10 @@ export class GeneratedSequence {
   /** Number of prompt tokens that were in the worker's prefix cache. */
   cached_tokens = 0;
 
-  /** The likeliest tokens at each position; null if only the token itself is known. */
+  /**
+   * For each position: the log-probabilities of the most likely tokens. Null if the entry has only
+   * the token's own log-probability.
+   */
   readonly #top_logprobs: (Readonly<Record<string, number>> | null)[] = [];
 
   constructor(
@@ -51,8 +54,8 @@ export class GeneratedSequence {
   }
 
   /**
-   * For each token, the log-probabilities of the most likely tokens and of the token itself, by id;
-   * empty for an appended token.
+   * For each token: the log-probabilities of the most likely tokens and of the token itself, by id.
+   * Empty for an appended token.
    */
   get top_logprobs(): Readonly<Record<string, number>>[] {
     return this.#top_logprobs.map(
@@ -146,7 +149,10 @@ export class Sequences {
     return [...this.#bySeq.values()].sort((a, b) => a.seq - b.seq);
   }
 
-  /** The error of a stream that timed out, or whose only sequence failed; otherwise null. */
+  /**
+   * The error if the stream has timed out, or if its only sequence has failed. Null in all other
+   * cases.
+   */
   failure(): TokenbusError | null {
     const ended = [...this.#bySeq.values()];
     if (ended.some((one) => one.finish_reason === "timeout")) {

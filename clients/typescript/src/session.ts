@@ -1,10 +1,11 @@
 /**
  * The client's side of the protocol. Like `clients/session.py`, it uses neither sockets nor a clock.
  *
- * The caller passes messages and times (in seconds). `outgoing` has the messages to send, and `ready`
- * has the events of calls. A session outlives its connection: on a new connection, it sends HELLO
- * with its token, and ATTACH for each stream. Lost requests are sent again, each entry is delivered
- * once, and calls end when their time limits have passed.
+ * A *call* is one request of this client (`calls.ts`). The caller passes messages and times (in
+ * seconds). `outgoing` has the messages to send, and `ready` has the events of calls. A session
+ * outlives its connection: on a new connection, it sends HELLO with its token, and ATTACH for each
+ * stream. Lost requests are sent again, each entry is delivered once, and calls end when their time
+ * limits have passed.
  */
 
 import type { Call, Event, Outgoing, SentInput } from "./calls.js";
@@ -28,22 +29,25 @@ import {
 } from "./messages.js";
 import type { Received } from "./transport.js";
 
-/** Seconds without an answer to HELLO after which a new connection is opened. */
+/** If HELLO is not answered for this number of seconds, a new connection is opened. */
 const HELLO_AGAIN_S = 5;
 /**
- * The shortest and the longest pause before another attempt, in seconds. The pause doubles with each
- * attempt. If the broker gives a pause, that pause is used instead.
+ * The shortest and the longest pause before another attempt, in seconds. Each pause is twice the
+ * previous one. If the broker's error contains a pause, this pause is used instead.
  */
 const BACK_OFF_S = [0.1, 2] as const;
 /** Interval between checks of the deadlines, in seconds. */
 const LOOK_S = 0.25;
-/** Seconds without a broker after which a warning is printed if calls wait. */
+/** If calls wait and no broker answers for this number of seconds, a warning is printed. */
 const HINT_S = 3;
 /** The default address of a system. */
 const DEFAULT_FRONT = "tcp://127.0.0.1:5555";
-/** Seconds after which an input without an answer is sent again. */
+/** If an input is not answered for this number of seconds, it is sent again. */
 const INPUT_AGAIN_S = 1;
-/** Seconds after the timeout of a request after which the client ends the request itself. */
+/**
+ * Normally, the broker ends a request at its timeout. If the broker has not done so this number of
+ * seconds later, the client ends the request itself.
+ */
 const GRACE_S = 1;
 
 export class Session {
@@ -52,9 +56,11 @@ export class Session {
   readonly #calls = new Map<number, Call>();
   /** Calls that wait for WELCOME or for their `resendAt` before they are sent. */
   readonly #waiting = new Map<number, Call>();
-  /** Unanswered BUFFER calls, by the number of the PING that is sent after the BUFFER. */
+  /**
+   * Unanswered BUFFER calls. After each BUFFER, the session sends a PING, whose number is the key.
+   */
   readonly #barriers = new Map<number, Call>();
-  /** The buffers of the session, which are sent again to a new session. */
+  /** The buffers of the session. If the broker begins a new session, they are sent again. */
   readonly #buffers = new Map<string, Outgoing>();
   #ids = 0;
   #token: string | null = null;
@@ -77,9 +83,9 @@ export class Session {
   #failure = "";
 
   /**
-   * `patienceS`: seconds that calls wait for a broker that does not answer at `address`. `several`:
-   * whether a new connection may be to another broker. `keepS`: seconds for which the broker keeps
-   * the session without a connection.
+   * `patienceS`: if the broker at `address` does not answer for this number of seconds, calls fail.
+   * `several`: whether a new connection may be to another broker. `keepS`: if the connection is
+   * lost, the broker keeps the session for at least this number of seconds.
    */
   constructor(
     readonly address: string,
@@ -113,7 +119,7 @@ export class Session {
     }
   }
 
-  /** Whether the broker has been silent for so long that a new connection is needed. */
+  /** Whether a new connection is needed, because the broker has been silent for too long. */
   lost(now: number): boolean {
     if (!this.#welcomed) return now - this.#helloAt > HELLO_AGAIN_S;
     return now - this.#heard > this.#silenceS;
@@ -177,8 +183,8 @@ export class Session {
   }
 
   /**
-   * Sends the first input that is not stored, if the broker can receive it now. Does nothing if the
-   * input was sent and `inputAt` is in the future.
+   * Sends the first input that is not stored, if the broker can receive it now. If the input was
+   * already sent, it is not sent again before `inputAt`.
    */
   #nextInput(call: Call, now: number): void {
     const waiting = call.inputs.find((sent) => !sent.stored);
@@ -237,13 +243,16 @@ export class Session {
     for (const call of [...this.#calls.values()]) this.#end(call, error);
   }
 
-  /** Ends all calls and the session; the broker then ends the streams of the session. */
+  /** Ends all calls, the session and its streams. */
   bye(): void {
     this.endAll(new ConnectionLostError("connection_lost", "this client was closed"));
     if (this.#welcomed) this.outgoing.push({ type: "BYE", body: {} });
   }
 
-  /** Assigns a new number to the next attempt, so that entries of earlier attempts are dropped. */
+  /**
+   * Assigns a new number to the next attempt, so that entries of earlier attempts can be recognized
+   * and dropped.
+   */
   #queue(call: Call): void {
     call.beginTry(++this.#ids);
     if (call.request.type !== "BUFFER") {
@@ -274,7 +283,10 @@ export class Session {
     this.#nextInput(call, now);
   }
 
-  /** Removes a call from all tables. With `reason`, sends CANCEL if the call's request was sent. */
+  /**
+   * Removes a call from all tables. If `reason` is given and the request was sent, sends CANCEL for
+   * the call's stream.
+   */
   #forget(call: Call, reason: "cancelled" | "timeout" | null): void {
     this.#calls.delete(call.number);
     this.#waiting.delete(call.number);
@@ -379,7 +391,7 @@ export class Session {
     const sent = [...this.#calls.values()].filter((call) => call.sent);
     if (!welcome.resumed) this.outgoing.push(...this.#buffers.values());
     const live = new Set(welcome.resumed || welcome.recovering ? welcome.streams : []);
-    // The broker did not receive the CANCEL of these streams, because the connection was lost.
+    // The CANCELs of these streams were lost with the connection.
     const cancelled = [...live].filter((number) => !this.#calls.has(number));
     const lost = new ConnectionLostError(
       "connection_lost",
@@ -457,9 +469,9 @@ export class Session {
     if (call === undefined) return;
     call.heard = now;
     if (msg.attached !== undefined) {
-      // The entries after entry number `attached` follow. The client may already have some of them,
-      // from the answer to an earlier ATTACH. If `attached` is 0, all entries follow, possibly from
-      // another copy of the stream and in another order.
+      // The entries from number `attached` on follow. The client may already have received some of
+      // them after an earlier ATTACH. If `attached` is 0, all entries follow. They may then come
+      // from another copy of the stream, in another order.
       if (msg.attached > 0) call.repeats = Math.max(0, call.received - msg.attached);
       else call.beginCopy();
       call.attaching = false;

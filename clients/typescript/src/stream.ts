@@ -9,9 +9,10 @@ import { type GeneratedSequence, Sequences } from "./results.js";
 /**
  * The tokens of one request, as they arrive. Iterate over the stream with `for await`.
  *
- * The request is cancelled if the loop is left, by `cancel()`, or by the request's AbortSignal. At
- * its end, a failed stream throws a TokenbusError, and an aborted stream throws the signal's
- * reason. Unread entries are stored, so cancel a stream that you do not need any more.
+ * The request is cancelled if the loop is left, if `cancel()` is called, or if the request's
+ * AbortSignal is aborted. At its end, a failed stream throws a TokenbusError, and an aborted stream
+ * throws the signal's reason. Unread entries stay in memory. So cancel a stream that you do not
+ * need any more.
  */
 export class TokenStream implements AsyncIterableIterator<Token> {
   readonly #connection: Connection;
@@ -51,8 +52,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
 
   /**
    * Whether the program waits for an input (`ctx.receive`) that was not sent yet, according to the
-   * entries that have been read. False if a worker is of an earlier release, which does not report
-   * that a program waits.
+   * entries that have been read. Workers of earlier releases do not report that a program waits;
+   * the value is then false.
    */
   get waiting(): boolean {
     const running = this.sequences.filter((one) => one.finish_reason === null);
@@ -171,7 +172,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
           this.#answer = event.answer;
           break;
         case "notice":
-          // The function is called later, so that its exceptions do not affect other streams.
+          // The function is not called now, but later, so that its exceptions do not affect other
+          // streams.
           queueMicrotask(() => this.#notify?.(event.notice));
           break;
         case "ended":

@@ -6,7 +6,7 @@ import { type Row, type TokenColumns, readColumns } from "./columns.js";
 import { type ServerMessage, type Token, readMessage } from "./messages.js";
 import { unpackAll } from "./msgpack.js";
 
-/** A received message. A TOKEN has rows instead of entries if the entries fit into columns. */
+/** A received message. If entries of a TOKEN fit into columns, they are rows. */
 export type Received =
   | Exclude<ServerMessage, { readonly type: "TOKEN" }>
   | { readonly type: "TOKEN"; readonly body: readonly (Row | Token)[] };
@@ -28,8 +28,8 @@ export interface Listener {
   /** Called with received messages, in order of arrival. */
   received(messages: readonly Received[]): void;
   /**
-   * Called when the connection has failed or the other side has closed it. With `refused`, every call
-   * ends with this error, because a new connection would be refused too.
+   * Called when the connection has failed, or when the other side has closed it. If `refused` is
+   * given, every call ends with this error, because a new connection would be refused too.
    */
   closed(reason: string, refused?: TokenbusError): void;
 }
@@ -41,7 +41,10 @@ export interface Link {
   close(): void;
 }
 
-/** The addresses in a list with commas. If there are several, empty addresses are left out. */
+/**
+ * Splits a list of addresses at its commas. If there are several addresses, empty ones are left
+ * out.
+ */
 export function separate(addresses: string): string[] {
   const found = addresses.split(",").map((address) => address.trim());
   return found.length > 1 ? found.filter((address) => address !== "") : found;
@@ -49,7 +52,7 @@ export function separate(addresses: string): string[] {
 
 /**
  * A transport to several brokers. Each new connection is to the next broker of the list. The first
- * broker is random, so that clients are distributed over the brokers.
+ * broker is chosen at random, so that clients are distributed over the brokers.
  */
 export function oneOf(transports: readonly Transport[]): Transport {
   let at = Math.floor(Math.random() * transports.length);

@@ -21,7 +21,7 @@ export interface WebSocketLike {
   close(): void;
 }
 
-/** A transport over WebSockets to `address`, which `connect` opens. */
+/** A transport over WebSockets to `address`. `connect` opens a WebSocket. */
 export function webSocket(address: string, connect: (url: string) => WebSocketLike): Transport {
   return { address, open: (listener) => new Line(connect(address), listener) };
 }
@@ -56,7 +56,8 @@ class Line implements Link {
   close(): void {
     const { socket } = this;
     socket.onopen = socket.onmessage = socket.onclose = null;
-    // If a connection is closed before it opens, the package ws reports an error, which is ignored.
+    // If a connection is closed before it opens, the package ws reports an error. The error is
+    // ignored.
     socket.onerror = () => {};
     socket.close();
   }
@@ -76,8 +77,8 @@ function received(data: unknown): Received[] {
 }
 
 /**
- * The error of calls if the gateway has refused the connection with an HTTP status of 4xx. A web
- * page cannot read the status. So there, calls wait for `patienceS`.
+ * If the gateway has refused the connection with an HTTP status of 4xx: the error with which calls
+ * end. A web page cannot read the status, so calls wait for `patienceS` there.
  */
 function refusal(reason: string): RequestError | undefined {
   const [, status] = /Unexpected server response: (4\d\d)/.exec(reason) ?? [];
@@ -90,8 +91,8 @@ function refusal(reason: string): RequestError | undefined {
 }
 
 /**
- * Number of bytes that are encoded at once. The number is a multiple of 3, so that the chunks'
- * texts can be joined, and is below the maximum number of arguments of a function.
+ * Number of bytes that are encoded at once. It is a multiple of 3, so that the texts of the chunks
+ * can be joined. It is below the maximum number of arguments of a function.
  */
 const CHUNK = 3 * 4096;
 

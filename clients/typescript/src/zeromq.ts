@@ -13,9 +13,9 @@ import { type Link, type Listener, type Transport, decodeMessages } from "./tran
 /** Time during which a closed socket sends its remaining messages, in milliseconds. */
 const LINGER_MS = 500;
 /**
- * Time in milliseconds after which ZeroMQ connects a socket again. This must never happen, because
- * ZeroMQ would send queued messages to a broker that has not received the session's HELLO. So the
- * time is long: a socket that has lost its connection is closed much earlier.
+ * Time in milliseconds after which ZeroMQ would reconnect a socket. ZeroMQ must never reconnect a
+ * socket, because the queued messages would then reach a broker that has not received the session's
+ * HELLO. So the time is long: a socket without a connection is closed much earlier.
  */
 const NEVER_MS = 600_000;
 
@@ -85,8 +85,9 @@ class Socket implements Link {
   }
 
   /**
-   * Closes the socket when its connection fails or ends. The events must be read until the socket is
-   * closed. Otherwise ZeroMQ's thread would wait forever for the reader, and block all sockets.
+   * Closes the socket when its connection fails or ends. The events must be read until the socket
+   * is closed. If they were not read, ZeroMQ's thread would wait forever for the reader, and block
+   * all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {

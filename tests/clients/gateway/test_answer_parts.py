@@ -29,7 +29,7 @@ from tokenbus.clients.gateway.answer_forms import (
 from tokenbus.clients.gateway.answer_parts import AnswerForm
 from tokenbus.clients.gateway.conversation import parts
 from tokenbus.clients.gateway.conversation.answers import Answer
-from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
+from tokenbus.clients.gateway.templates.plain_template import PLAIN_TEMPLATE
 
 from ...counts import examples
 

@@ -10,12 +10,7 @@ import pytest
 from msgspec import Struct
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import (
-    CallAnswer,
-    GrowingMessage,
-    MessageAnswer,
-    TextAnswer,
-)
+from tokenbus.clients.gateway.anthropic.answers import MessageAnswer, MessageAnswers
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
     CreateMessage,
@@ -23,7 +18,8 @@ from tokenbus.clients.gateway.anthropic.bodies import (
     Tool,
     ToolChoice,
 )
-from tokenbus.clients.gateway.anthropic.messages import MessageJob, changes_of
+from tokenbus.clients.gateway.anthropic.content import TextBlock, ToolUseBlock
+from tokenbus.clients.gateway.anthropic.messages import MessageJob
 from tokenbus.clients.gateway.conversation.answers import Piece
 from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
 from tokenbus.protocol.messages import Token
@@ -40,16 +36,15 @@ def message_of(
 ) -> tuple[MessageAnswer, list[Piece]]:
     """The message that these entries make, and the changes of its parts."""
     turns = played(prepared(form, constraint), [[one] for one in entries])
-    job = MessageJob(GrowingMessage("m", turns, 1000), turns)
+    job = MessageJob(turns, MessageAnswers(turns, 1000))
     pieces: list[Piece] = []
 
     async def read() -> None:
-        async for change in changes_of(job):
-            if not isinstance(change, list):
-                pieces.extend(change[1])
+        async for changes in job.changes():
+            pieces.extend(change for _, change in changes if isinstance(change, Piece))
 
     asyncio.run(read())
-    return job.message.message(), pieces
+    return job.answers.message(), pieces
 
 
 def entry(text: str, **more: Any) -> Token:
@@ -69,9 +64,9 @@ def test_text_is_followed_by_calls(size: int) -> None:
     constraint = Constraint("tools", "structural", None, "tools")
     message, changes = message_of(entries, FORM, constraint)
     text, one, two = message.content
-    assert text == TextAnswer("Let me see.")
-    assert isinstance(one, CallAnswer)
-    assert isinstance(two, CallAnswer)
+    assert text == TextBlock(text="Let me see.")
+    assert isinstance(one, ToolUseBlock)
+    assert isinstance(two, ToolUseBlock)
     assert (one.name, one.input, two.name, two.input) == ("a", {"x": "}"}, "b", {})
     joined = ["".join(new.text for new in changes if new.place == i) for i in range(3)]
     assert joined == ["Let me see.", '{"x": "}"}', "{}"]
@@ -83,7 +78,7 @@ def test_text_is_followed_by_calls(size: int) -> None:
 def test_white_space_stays_where_no_call_follows(form: Any) -> None:
     entries = [entry(text) for text in ("\n a", " ", "b \n")]
     message, _ = message_of([*entries, entry("", finish_reason="stop")], form)
-    assert message.content == [TextAnswer("\n a b \n")]
+    assert message.content == [TextBlock(text="\n a b \n")]
 
 
 @pytest.mark.parametrize(("ended", "reason"), [("complete", "tool_use"), ("closed", "max_tokens")])

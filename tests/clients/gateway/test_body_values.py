@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from tokenbus.clients.gateway.aici import completions as aici
-from tokenbus.clients.gateway.bodies import (
+from tokenbus.clients.gateway.bodies import leniency
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import (
     MAX_FREE_BYTES,
     Body,
     body_turn,
     decode_body,
     decode_in_turn,
 )
-from tokenbus.clients.gateway.context import Gateway
-from tokenbus.clients.gateway.conversation.parts import Call, Turn
-from tokenbus.clients.gateway.conversation.rendering import for_template
-from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import Ignored
-from tokenbus.clients.gateway.openai.background import BackgroundTask
-from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
-from tokenbus.clients.gateway.openai.response_jobs import ResponseInput, ResponseJob
-from tokenbus.clients.gateway.turns import current_user
-from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.value_counts import (
+from tokenbus.clients.gateway.bodies.value_counts import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BODY_BYTES,
     ValueCounts,
 )
+from tokenbus.clients.gateway.context import Gateway
+from tokenbus.clients.gateway.conversation.parts import Call, Turn
+from tokenbus.clients.gateway.conversation.rendering import for_template
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_jobs import ResponseJob
+from tokenbus.clients.gateway.stored.background import BackgroundTask
+from tokenbus.clients.gateway.stored.inputs import ResponseInput
+from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
+from tokenbus.protocol.decoders import convert
 from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.lines import line_frames
 from tokenbus.protocol.messages import MAX_BODY_BYTES
@@ -149,7 +155,7 @@ def test_one_large_body_is_decoded_in_a_pass_of_the_loop_and_users_take_turns(
         async def decode(user: str) -> None:
             current_user.set(user)
             body = {"user": user, "text": "a" * size}
-            await decode_in_turn(gateway, json.dumps(body).encode(), NotedBody)
+            await decode_in_turn(gateway, json.dumps(body).encode(), NotedBody, Ignored())
 
         NotedBody.decoded.clear()
         users = ["eve"] * 4 + ["ann"] * 2
@@ -248,3 +254,48 @@ def test_a_response_in_the_background_counts_its_decoded_body_until_it_ends(
         await gateway.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        b'{"model": "m", "messages": [%b{"role": 1}]}'
+        % (b'{"role": "user", "content": ""},' * 1000),
+        b'{"model": 1, "messages": [%b1]}' % (b"{}," * 10_000),
+    ],
+    ids=["last element", "other field"],
+)
+def test_the_fault_of_a_long_list_is_searched_on_a_thread(
+    faulty: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(value: Any, kind: Any, **options: bool) -> Any:
+        threads.append(threading.current_thread())
+        return convert(value, kind, **options)
+
+    monkeypatch.setattr(leniency, "convert", recorded)
+
+    async def main() -> None:
+        gateway = Gateway(Settings(run_dir=str(tmp_path)))
+        with pytest.raises(ApiError):
+            await decode_in_turn(gateway, faulty, ChatRequest, Ignored())
+        await gateway.close()
+
+    asyncio.run(main())
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "é", "ж", "漢", "😀", "a" * 30 + "😀", "ж😀", "a漢", "\\😀\n"]
+)
+@pytest.mark.parametrize("ascii", [True, False])
+def test_the_memory_of_decoded_texts_is_counted(text: str, ascii: bool) -> None:
+    value = {"value": [text * 100, "plain" * 100]}
+    data = json.dumps(value, ensure_ascii=ascii).encode()
+    memory = sum(map(sys.getsizeof, [*value, *value["value"]]))
+    counted = len(data) + ValueCounts.of([data]).memory
+    assert memory <= counted
+    # The estimate is not much too large.
+    assert counted <= max(1.5 * memory, len(data) + 1000)

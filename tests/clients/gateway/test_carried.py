@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from tokenbus.clients.gateway.carried import carried
+from tokenbus.clients.gateway.tunnels.carried import carried
 from tokenbus.protocol.messages import CARRIES_USERS, Hello
 
 

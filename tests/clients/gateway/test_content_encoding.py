@@ -10,8 +10,8 @@ import zlib
 import httpx
 import pytest
 from starlette.requests import Request
-from tokenbus.clients.gateway.bodies import decoded
-from tokenbus.clients.gateway.content_encoding import PIECE_BYTES, Gzip
+from tokenbus.clients.gateway.bodies.content_encoding import PIECE_BYTES, Gzip
+from tokenbus.clients.gateway.bodies.reading import decoded
 from tokenbus.clients.gateway.errors import ApiError
 
 from ...processes import Gateway

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -14,23 +15,23 @@ from hypothesis import strategies as st
 from tokenbus.clients import GeneratedSequence
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import GrowingMessage
+from tokenbus.clients.gateway.anthropic.answers import MessageAnswers
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
-from tokenbus.clients.gateway.anthropic.conversation import to_conversation
-from tokenbus.clients.gateway.bodies import decode_body
+from tokenbus.clients.gateway.anthropic.messages import MessageJob
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import decode_body
 from tokenbus.clients.gateway.conversation.parts import Conversation
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.json import encode
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.chat import message_of
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.openai.response_tools import OfferedTools
-from tokenbus.clients.gateway.openai.usage import Counter
-from tokenbus.clients.gateway.template_process import render
+from tokenbus.clients.gateway.templates.template_process import render
 from tokenbus.protocol.messages import Token
 
 from ...counts import examples
@@ -106,8 +107,9 @@ def whole_chat(case: Case) -> dict[str, Any]:
 def streamed_chat(case: Case) -> dict[str, Any]:
     """The message that a client assembles from the chunks of a streamed answer."""
     request = msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, ChatRequest)
-    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(FORM), Counter())
-    data = b"".join(chunks.write([entry]) for entry in case.entries).decode()
+    turns = played(prepared(FORM), [])
+    chunks = ChatChunks("chatcmpl-1", 1, request, turns)
+    data = b"".join(chunks.write(turns.turns[0], [entry]) for entry in case.entries).decode()
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for event in data.split("\n\n")[:-1]:
         delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
@@ -147,8 +149,8 @@ def next_chat(message: dict[str, Any]) -> tuple[Conversation, Ignored]:
 
 
 def responses(case: Case) -> list[dict[str, Any]]:
-    output = Output(prepared(FORM), None)
-    output.feed(case.entries)
+    output = Output()
+    output.feed(played(prepared(FORM), []).turns[0], case.entries)
     output.end("completed")
     return json.loads(encode(output.items))
 
@@ -168,15 +170,13 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
     ignored = Ignored()
     body = decode_body(encode({"input": [begin, *items, *results, end]}), ResponsesRequest, ignored)
     given = read_items(body.input, ignored)
-    return body.to_conversation(given, OfferedTools.of(body.given_tools(given), ignored)), ignored
+    return ResponseQuestion(body, given, ignored).to_conversation({}), ignored
 
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
-    turns = played(prepared(FORM), [])
-    message = GrowingMessage("m", turns, 1000)
-    message.begin_turn(turns.turns[0])
-    message.add(case.entries)
-    found: list[dict[str, Any]] = json.loads(encode(message.message().content))
+    turns = played(prepared(FORM), [case.entries])
+    job = MessageJob(turns, MessageAnswers(turns, 1000))
+    found: list[dict[str, Any]] = json.loads(encode(asyncio.run(job.whole()).content))
     return found
 
 
@@ -197,7 +197,7 @@ def next_anthropic(blocks: list[dict[str, Any]]) -> tuple[Conversation, Ignored]
     begin = {"role": "user", "content": "first"}
     body = {"model": "m", "max_tokens": 1, "messages": [begin, answered, end]}
     ignored = Ignored()
-    return to_conversation(decode_body(encode(body), CreateMessage, ignored)), ignored
+    return decode_body(encode(body), CreateMessage, ignored).to_conversation({}), ignored
 
 
 DOORS: dict[str, tuple[Callable[[Case], Any], Callable[[Any], tuple[Conversation, Ignored]]]] = {

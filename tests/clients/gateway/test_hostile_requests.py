@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from tokenbus.clients.gateway.generation.counter import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
 from tokenbus.clients.gateway.models import ServedModel
-from tokenbus.clients.gateway.openai.logprobs import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
 from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
-from tokenbus.clients.gateway import http_protocol, unread_transport
-from tokenbus.clients.gateway.head_memory import ORDINARY_HEAD_BYTES, HeadMemory
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
-from tokenbus.clients.gateway.idle_connections import IdleConnections
+from tokenbus.clients.gateway.connections import http_protocol, unread_transport
+from tokenbus.clients.gateway.connections.connection_memory import ORDINARY_BYTES, early_shares
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.idle_connections import IdleConnections
 from uvicorn.server import ServerState
 
 from ...processes import Gateway
@@ -61,6 +61,8 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.unread = 0
+        """Number of written bytes that the client has not read."""
         self.closed = asyncio.Event()
         self.aborted = asyncio.Event()
 
@@ -83,6 +85,12 @@ class Transport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         pass
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
 
     async def ended(self) -> None:
         """Waits until the transport is closed."""
@@ -236,15 +244,15 @@ async def test_a_new_connection_replaces_the_one_that_is_idle_for_the_longest_ti
 
 @pytest.mark.anyio
 async def test_large_heads_share_a_bound_and_ordinary_ones_do_not_count() -> None:
-    opened = of_one_process(heads=HeadMemory(max_bytes=ORDINARY_HEAD_BYTES))
-    large = b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 2 * ORDINARY_HEAD_BYTES
+    opened = of_one_process(early=early_shares(2 * ORDINARY_BYTES))
+    large = b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 2 * ORDINARY_BYTES
     first, first_end = opened()
     first.data_received(large[:-1000])
     second, second_end = opened()
     second.data_received(large)
     assert second_end.written.startswith(b"HTTP/1.1 503 ")
     ordinary, ordinary_end = opened()
-    ordinary.data_received(large[:ORDINARY_HEAD_BYTES])
+    ordinary.data_received(large[:ORDINARY_BYTES])
     assert (first_end.is_closing(), ordinary_end.is_closing()) == (False, False)
     first.connection_lost(None)
     second.connection_lost(None)

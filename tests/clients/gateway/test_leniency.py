@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
-from tokenbus.clients.gateway.bodies import Body, decode_body
+from tokenbus.clients.gateway.bodies.leniency import MAX_NAMES, Ignored
+from tokenbus.clients.gateway.bodies.reading import Body, decode_body
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import MAX_NAMES, Ignored
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
@@ -69,7 +69,7 @@ def test_the_declared_type_of_elements_is_examined_once_for_a_repair(
         examined.append(kind)
         return expected_values.kinds_of(kind)
 
-    monkeypatch.setattr("tokenbus.clients.gateway.leniency.kinds_of", kinds_of)
+    monkeypatch.setattr("tokenbus.clients.gateway.bodies.leniency.kinds_of", kinds_of)
     for unknown in ({"a": 1}, {"type": "z"}, {"role": "user", "a": 1}):
         with pytest.raises(ApiError):
             read(ChatRequest, {"messages": [unknown] * 1000})

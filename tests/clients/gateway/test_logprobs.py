@@ -41,10 +41,9 @@ MODEL: Any = Model()
 
 
 def test_the_logprobs_of_openai_are_bounded() -> None:
-    streamed = Sampled()
     tops = {5: -inf, 7: -1.0}
     entry = Token(token=5, stream_id=1, logprob=-inf, finish_reason=None, top_logprobs=tops)
-    streamed.add(entry, "a")
+    streamed = Sampled.of_entry(entry, "a")
     for sampled in (Sampled.of(SEQUENCE), streamed):
         completion = completion_logprobs(MODEL, sampled, 2)
         assert completion.token_logprobs[0] == LEAST

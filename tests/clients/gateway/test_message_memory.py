@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.websockets import WebSocket
-from tokenbus.clients.gateway import websocket_protocol
-from tokenbus.clients.gateway.message_memory import BYTE_COST, SMALL_BYTES, MessageMemory
-from tokenbus.clients.gateway.paced_transport import PacedTransport
-from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
+from tokenbus.clients.gateway.connections import websocket_protocol
+from tokenbus.clients.gateway.connections.memory import ByteShares
+from tokenbus.clients.gateway.connections.message_memory import (
+    BYTE_COST,
+    SMALL_BYTES,
+    MessageMemory,
+)
+from tokenbus.clients.gateway.connections.paced_transport import PacedTransport
+from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 
@@ -22,6 +26,10 @@ from .test_http_protocol import Transport
 from .test_small_parts import UPGRADE, PausedTransport
 
 TEXT, CONTINUATION, LAST = 1, 0, 0x80
+
+
+def shares_of(max_bytes: int) -> ByteShares:
+    return ByteShares(max_bytes, "your messages")
 
 
 def frame(size: int, kind: int = LAST | TEXT) -> bytes:
@@ -32,7 +40,7 @@ def frame(size: int, kind: int = LAST | TEXT) -> bytes:
 class Served:
     """A WebSocket of the user "ann". Its application handles a message when the test lets it."""
 
-    def __init__(self, shares: UserShares) -> None:
+    def __init__(self, shares: ByteShares) -> None:
         self._shares = shares
         self.transport = PausedTransport()
         self.may_begin, self.accepted = asyncio.Event(), asyncio.Event()
@@ -89,15 +97,15 @@ async def passes() -> None:
         await asyncio.sleep(0)
 
 
-def left(shares: UserShares) -> int:
+def left(shares: ByteShares) -> int:
     """Number of bytes that a user without requests may take."""
-    return shares._max_bytes - shares._body_bytes
+    return shares.free
 
 
 @pytest.mark.anyio
 async def test_an_incomplete_message_counts_until_it_is_handled() -> None:
     size = 4 * SMALL_BYTES
-    shares = UserShares(8, 100 * size)
+    shares = shares_of(100 * size)
     served = Served(shares)
     await served.begin()
     message = frame(size)
@@ -113,7 +121,7 @@ async def test_an_incomplete_message_counts_until_it_is_handled() -> None:
 
 @pytest.mark.anyio
 async def test_fragments_count() -> None:
-    shares = UserShares(8, 100 * SMALL_BYTES)
+    shares = shares_of(100 * SMALL_BYTES)
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES, TEXT) + frame(SMALL_BYTES, CONTINUATION))
@@ -124,7 +132,7 @@ async def test_fragments_count() -> None:
 
 @pytest.mark.anyio
 async def test_small_messages_do_not_count() -> None:
-    shares = UserShares(8, 1)
+    shares = shares_of(1)
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES))
@@ -136,7 +144,7 @@ async def test_small_messages_do_not_count() -> None:
 async def test_the_messages_of_all_websockets_of_a_user_have_one_share() -> None:
     size = 2 * SMALL_BYTES
     # One message leaves less than what two messages need.
-    shares = UserShares(8, 3 * BYTE_COST * size)
+    shares = shares_of(3 * BYTE_COST * size)
     first, second = Served(shares), Served(shares)
     for served in (first, second):
         await served.begin()
@@ -153,7 +161,7 @@ async def test_the_messages_of_all_websockets_of_a_user_have_one_share() -> None
 @pytest.mark.anyio
 async def test_a_message_counts_while_it_is_handled_after_the_connection() -> None:
     size = 2 * SMALL_BYTES
-    shares = UserShares(8, 100 * size)
+    shares = shares_of(100 * size)
     served = Served(shares)
     await served.begin()
     await served.receives(frame(size))
@@ -167,7 +175,7 @@ async def test_a_message_counts_while_it_is_handled_after_the_connection() -> No
 
 @pytest.mark.anyio
 async def test_before_the_user_is_known_only_little_is_read() -> None:
-    shares = UserShares(8, 100 * SMALL_BYTES)
+    shares = shares_of(100 * SMALL_BYTES)
     served = Served(shares)
     await served.accepted.wait()
     message = frame(4 * SMALL_BYTES)
@@ -188,7 +196,7 @@ async def test_a_message_without_its_rest_closes_the_websocket(
     monkeypatch: pytest.MonkeyPatch, part: bytes
 ) -> None:
     monkeypatch.setattr(websocket_protocol, "MESSAGE_S", 0.01)
-    served = Served(UserShares(8))
+    served = Served(shares_of(10**9))
     await served.begin()
     await served.receives(part)
     await served.transport.ended()
@@ -201,7 +209,7 @@ async def test_a_long_message_has_more_time_and_a_complete_one_has_no_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(websocket_protocol, "MESSAGE_S", 0.01)
-    shares = UserShares(8)
+    shares = shares_of(10**9)
     late, long, complete, ping = [Served(shares) for _ in range(4)]
     for served in (late, long, complete, ping):
         await served.begin()
@@ -218,7 +226,7 @@ async def test_a_long_message_has_more_time_and_a_complete_one_has_no_limit(
 
 
 def test_a_user_beyond_its_share_is_refused_and_loses_nothing() -> None:
-    shares = UserShares(8, 10 * BYTE_COST * SMALL_BYTES)
+    shares = shares_of(10 * BYTE_COST * SMALL_BYTES)
     messages = MessageMemory(lambda: None)
     messages.begin(shares, "ann")
     messages.arrived(4 * SMALL_BYTES)
@@ -236,11 +244,13 @@ def test_a_user_beyond_its_share_is_refused_and_loses_nothing() -> None:
 async def test_parsed_data_is_not_kept() -> None:
     data = b" " * 5000
     parsed: list[int] = []
+    counted: list[int] = []
     transport = PacedTransport(
         Transport(),
         asyncio.get_running_loop(),
         lambda piece: parsed.append(len(piece)),
         lambda: False,
+        counted.append,
     )
     transport.received(data)
     while sum(parsed) < len(data):

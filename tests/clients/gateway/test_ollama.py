@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import ollama
 import pytest
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.conversation.parts import Result
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.ollama.bodies import Message, to_turns
 
 from ...processes import Bus, Gateway

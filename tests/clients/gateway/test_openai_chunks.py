@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.clients.gateway.conversation.constraints import Constraint
+from tokenbus.clients.gateway.generation.counter import Counter
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.completion_bodies import CompletionRequest
 from tokenbus.clients.gateway.openai.completion_chunks import CompletionChunks, Stamp
-from tokenbus.clients.gateway.openai.usage import Counter
 from tokenbus.protocol.messages import Token
 
-from .small_model import prepared, small_model
+from .small_model import played, prepared, small_model
 
 NAME = 'a "text": b'
 CONTROLLER = Constraint("mine", "mine", None, "controller")
@@ -107,12 +107,14 @@ def test_chats_take_back_too() -> None:
     request = msgspec.convert(
         {"messages": [{"role": "user", "content": "x"}], "controller": "mine"}, ChatRequest
     )
-    chunks = ChatChunks("chatcmpl-1", 1, request, prepared(None, CONTROLLER, NAME), Counter())
-    first, second = choices(chunks.write([entry("ab", 0)]))
+    turns = played(prepared(None, CONTROLLER, NAME), [])
+    [turn] = turns.turns
+    chunks = ChatChunks("chatcmpl-1", 1, request, turns)
+    first, second = choices(chunks.write(turn, [entry("ab", 0)]))
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert second["delta"] == {"content": "ab"}
-    [choice] = choices(chunks.write([entry("c", 0, backtrack=1)]))
+    [choice] = choices(chunks.write(turn, [entry("c", 0, backtrack=1)]))
     assert (choice["delta"], choice["tokenbus"]) == ({"content": "c"}, {"backtrack": 2})
-    role, forked = choices(chunks.write([entry("d", 1, 1, parent=0)]))
+    role, forked = choices(chunks.write(turn, [entry("d", 1, 1, parent=0)]))
     assert role["index"] == forked["index"] == 1
     assert forked["delta"] == {"content": "cd"}

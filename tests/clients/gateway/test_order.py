@@ -9,7 +9,7 @@ import pytest
 from tokenbus.clients.gateway.conversation.order import arrangements
 from tokenbus.clients.gateway.conversation.parts import Call, Result, Text, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
-from tokenbus.clients.gateway.template_process import TemplateFault, render
+from tokenbus.clients.gateway.templates.template_process import TemplateFault, render
 
 from ...processes import Gateway
 from ...work import num_calls

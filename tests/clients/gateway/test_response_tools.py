@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.conversation.parts import Call, Result, Text
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_tools import (
     TEXT_INPUT,

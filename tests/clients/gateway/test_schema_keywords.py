@@ -26,8 +26,8 @@ from tokenbus.clients.gateway.conversation.schemas import (
     enforceable,
 )
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.schema_check import states_of
-from tokenbus.clients.gateway.templates import Templates
+from tokenbus.clients.gateway.templates.schema_check import states_of
+from tokenbus.clients.gateway.templates.templates import Templates
 from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS
 from tokenbus.protocol.json_schema import MAX_BYTES, rewritten
 from tokenbus.protocol.messages import Token

@@ -21,6 +21,7 @@ from websockets.typing import Origin
 
 from ...processes import Bus, Gateway, Process, clean_environment, until
 from ..wasm_guests import guest
+from .certificates import self_signed
 
 pytestmark = pytest.mark.process
 
@@ -190,14 +191,7 @@ def test_an_unknown_path_and_a_wrong_method_have_errors_in_one_form(gateway: Gat
 @pytest.fixture(scope="module")
 def certificate(processes: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The paths of a self-signed certificate for 127.0.0.1 and of its private key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
-    name = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(cert)]
-    command = ["openssl", "req", *options.split(), *name, *files]
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls(steered: Bus, certificate: tuple[Path, Path]) -> None:

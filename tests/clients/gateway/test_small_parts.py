@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
-from tokenbus.clients.gateway import paced_transport
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
-from tokenbus.clients.gateway.paced_transport import PIECE_BYTES, PacedTransport
-from tokenbus.clients.gateway.websocket_protocol import (
+from tokenbus.clients.gateway.connections import paced_transport
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.paced_transport import PIECE_BYTES, PacedTransport
+from tokenbus.clients.gateway.connections.websocket_protocol import (
     MAX_CONTROL_FRAMES,
     MAX_FRAGMENTS,
     MIN_FRAGMENT_BYTES,
@@ -117,7 +117,7 @@ async def test_connections_take_turns_to_be_parsed(monkeypatch: pytest.MonkeyPat
             if len(parsed) == 20:
                 done.set()
 
-        return PacedTransport(Transport(), loop, parse, lambda: False)
+        return PacedTransport(Transport(), loop, parse, lambda: False, lambda size: None)
 
     for one in (connection("a"), connection("b")):
         one.received(b" " * 10 * PIECE_BYTES)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tokenbus.clients.gateway.tunnel_requests import TunnelRequests
+from tokenbus.clients.gateway.tunnels.tunnel_requests import TunnelRequests
 from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.errors import RequestError
 from websockets.exceptions import InvalidStatus

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import openai
 import pytest
+from tokenbus.clients.gateway.bodies.value_counts import MAX_CONTAINERS
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.openai.stored_responses import Page, page_of
 from tokenbus.clients.gateway.stored import database as bounds
 from tokenbus.clients.gateway.stored.database import (
     ContextTooLargeError,
@@ -26,8 +26,8 @@ from tokenbus.clients.gateway.stored.database import (
     UnfinishedError,
 )
 from tokenbus.clients.gateway.stored.references import replaced
+from tokenbus.clients.gateway.stored.requests import Page, page_of
 from tokenbus.clients.gateway.stored.tables import FILE
-from tokenbus.clients.gateway.value_counts import MAX_CONTAINERS
 
 from ...processes import Bus, Gateway
 from .openai_requests import MODEL, openai_client

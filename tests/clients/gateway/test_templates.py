@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.conversation.parts import Conversation, Text, Thinking, Turn
 from tokenbus.clients.gateway.conversation.rendering import Resources, prompt_ids
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.models import ServedModel
-from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
-from tokenbus.clients.gateway.template_process import TemplateFault, render
-from tokenbus.clients.gateway.templates import (
+from tokenbus.clients.gateway.templates.plain_template import PLAIN_TEMPLATE
+from tokenbus.clients.gateway.templates.template_process import TemplateFault, render
+from tokenbus.clients.gateway.templates.templates import (
     RenderingProcess,
     TemplateError,
     TemplateRefusalError,
@@ -369,7 +369,7 @@ async def test_text_that_a_template_may_leave_out_is_not_counted_before(
 async def test_one_user_s_renderings_leave_room_for_those_of_others(
     model: ServedModel, templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenbus.clients.gateway.templates.MAX_OF_ONE", 2)
+    monkeypatch.setattr("tokenbus.clients.gateway.templates.templates.MAX_OF_ONE", 2)
 
     async def given(user: str, text: str) -> str:
         current_user.set(user)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import httpx
 import pytest
 from tokenbus.clients.gateway.app import build
 from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ModelTable, ServedModel
-from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, Tokenization
+from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, MAX_PREPARE_S, Tokenization
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
@@ -223,3 +225,31 @@ def test_a_long_conversation_does_not_wait_for_a_long_text() -> None:
         await text
 
     asyncio.run(run())
+
+
+def test_many_small_schemas_are_prepared_in_several_passes_and_users_take_turns() -> None:
+    """Each piece of work takes over 1 ms, so that two of them use up the time of a pass."""
+    tokenization = Tokenization()
+    passes = [0]
+    done: list[tuple[str, int]] = []
+
+    async def request(user: str, count: int) -> None:
+        current_user.set(user)
+
+        def work() -> None:
+            time.sleep(0.6 * MAX_PREPARE_S)
+            done.append((user, passes[0]))
+
+        for _ in range(count):
+            await tokenization.prepare(1, work)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(request("eve", 10)) for _ in range(5)]
+        tasks.append(asyncio.create_task(request("ann", 3)))
+        while not all(task.done() for task in tasks):
+            passes[0] += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert max(Counter(number for _, number in done).values()) <= 4
+    assert [user for user, _ in done[:20]].count("ann") == 3

@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 import uvloop
 from starlette.responses import Response, StreamingResponse
-from tokenbus.clients.gateway import unread_transport, websocket_protocol
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections import unread_transport, websocket_protocol
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.clients.gateway.open_programs import OpenPrograms
 from tokenbus.clients.gateway.traffic import PART_BYTES, Counts, Traffic
 from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
 from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport, connected
@@ -123,7 +123,7 @@ class Served:
     @property
     def held_bytes(self) -> int:
         """Number of bytes that count towards the shares of users."""
-        return self.shares._body_bytes
+        return 2 * len(LONG) - self.shares.memory.free
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await Traffic(self._app)({**scope, "app": self._self}, receive, send)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
-from tokenbus.clients.gateway.server import GatewayServer
-from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.server import GatewayServer
+from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -58,7 +58,12 @@ WEBSOCKET = {
 }
 """Methods of ``WebSocketsSansIOProtocol`` that ``BoundedWebSocket`` overrides."""
 
-SERVER = {"handle_exit": ["sig", "frame"], "serve": ["sockets"], "shutdown": ["sockets"]}
+SERVER = {
+    "handle_exit": ["sig", "frame"],
+    "serve": ["sockets"],
+    "shutdown": ["sockets"],
+    "startup": ["sockets"],
+}
 """Methods of ``uvicorn.Server`` that ``GatewayServer`` overrides."""
 
 ATTRIBUTES = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
-from tokenbus.clients.gateway.bodies import Body, decode_body
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import Body, decode_body
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from msgspec import msgpack
+from msgspec import json, msgpack
 from tokenbus.protocol.errors import Code, ControllerError
 from tokenbus.protocol.header import Header, decode_header, encode_header
 from tokenbus.protocol.settings import Settings
@@ -30,7 +30,7 @@ from tokenbus.protocol.worker_messages import (
     VocabularyName,
 )
 from tokenbus.workers.bus import FromBus
-from tokenbus.workers.controller import interface
+from tokenbus.workers.controller import interface, store_requests
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.python import Controller, Decision, PythonProgram, sample, suspend
@@ -160,8 +160,8 @@ class Worker:
             attempt=attempt,
         )
         self.send(b"START", msgpack.encode(start), request, b"tenant")
-        json = byte_level().to_str().encode()
-        self.send(b"TOKENIZER_JSON", msgpack.encode(TokenizerAnswer(fingerprint="f")), 0, json)
+        tokenizer = byte_level().to_str().encode()
+        self.send(b"TOKENIZER_JSON", msgpack.encode(TokenizerAnswer(fingerprint="f")), 0, tokenizer)
 
     def step(self, request: int, seq: int = 0, **more: Any) -> StepResult:
         stepped = StepSequence(request, seq, [5], **more)
@@ -323,6 +323,17 @@ def test_a_store_request_that_cannot_be_read_gets_an_error(worker: Worker, body:
     worker.send(b"UPLOAD", body, 5, b"tenant")
     frames = worker.first(b"ERROR")
     assert decode_header(frames[1]).request == 5
+
+
+def test_a_store_request_beyond_the_share_of_its_tenant_gets_an_error(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_requests, "MAX_BYTES", store_requests.REQUEST_BYTES)
+    worker.send(b"TAGS", msgpack.encode({"stream_id": 6}), 5, b"tenant")
+    frames = worker.first(b"ERROR")
+    assert decode_header(frames[1]).request == 5
+    body = json.decode(frames[2])
+    assert (body["code"], body["stream_id"]) == ("queue_full", 6)
 
 
 def test_a_malformed_answer_of_the_state_worker_disturbs_no_other_message(worker: Worker) -> None:

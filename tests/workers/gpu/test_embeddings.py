@@ -257,13 +257,60 @@ def test_a_long_input_has_chunks_even_after_large_batches_of_short_inputs(timed:
 
 
 def test_other_inputs_are_computed_between_the_chunks_of_a_long_input(timed: Sent) -> None:
-    """Only one long input is computed at a time, because each has a KV cache."""
+    """Only one long input of about this length is computed at a time, because each has a KV
+    cache."""
     timed.add(1, [[1] * 1024], session=1)
     timed.add(2, [[2] * 1024], session=2)
     timed.add(3, [[3], [3], [3] * FULL], session=3)
     timed.sizes(6)
     assert [batch[0][0] for batch in timed.batches] == [1, 3, 1, 2, 3, 2]
     assert timed.answers() == [(1, 1), (3, 3), (2, 1)]
+
+
+def test_a_long_input_does_not_wait_for_a_much_longer_one(timed: Sent) -> None:
+    timed.add(1, [[1] * 1024], session=1)
+    timed.add(2, [[2] * (FIRST_BATCH_TOKENS + 1)], session=2)
+    timed.sizes(4)
+    assert [batch[0][0] for batch in timed.batches] == [1, 2, 1, 2]
+    assert timed.answers() == [(1, 1), (2, 1)]
+
+
+def counted(loaded: LoadedModel, text: ChunkedText, num_tokens: int) -> torch.Tensor | None:
+    """Stands for ``pool_chunk`` where only the numbers of tokens matter."""
+    text.num_computed_tokens = min(text.num_computed_tokens + num_tokens, len(text.tokens))
+    return torch.zeros(1, 192) if text.num_computed_tokens == len(text.tokens) else None
+
+
+def test_long_inputs_end_in_the_order_of_their_lengths(
+    timed: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owners of the inputs take turns by chunk."""
+    monkeypatch.setattr(sys.modules[__name__], "pool_chunk", counted)
+    timed.engine.loaded = replace(timed.engine.loaded, context_length=1 << 15)
+    for request, tokens in ((1, 8192), (2, 4096), (3, 2048), (4, 600)):
+        timed.add(request, [[request] * tokens], session=request)
+    timed.sizes(8)
+    assert [batch[0][0] for batch in timed.batches] == [1, 2, 3, 4, 1, 2, 3, 4]
+    while timed.embeddings.has_work:
+        timed.sizes(1)
+    assert [request for request, _ in timed.answers()] == [4, 3, 2, 1]
+
+
+def test_the_caches_of_suspended_inputs_are_bounded(
+    timed: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than twice as many tokens as the longest input have keys and values at a time."""
+    monkeypatch.setattr(sys.modules[__name__], "pool_chunk", counted)
+    longest = 1 << 14
+    timed.engine.loaded = replace(timed.engine.loaded, context_length=longest)
+    for request in range(1, 40):
+        timed.add(request, [[request] * (longest * request // 39)], session=request)
+    most = 0
+    while timed.embeddings.has_work:
+        timed.sizes(1)
+        held = sum(long.text.num_computed_tokens for long in timed.embeddings._long.values())
+        most = max(most, held)
+    assert longest // 2 < most < 2 * longest
 
 
 def test_a_cancelled_request_computes_no_further_chunk(timed: Sent) -> None:
@@ -378,13 +425,29 @@ def test_inputs_of_equal_length_have_no_mask(loaded: LoadedModel) -> None:
     assert masks[1].tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
-def test_an_encoder_on_a_cpu_refuses_an_input_above_the_bound(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("device", "most"), [("cpu", MAX_CPU_ENCODER_TOKENS), ("cuda", MAX_BATCH_TOKENS)]
+)
+def test_an_encoder_refuses_an_input_above_the_bound(
+    loaded: LoadedModel, device: str, most: int
+) -> None:
     sent = Sent(loaded)
-    sent.engine.loaded = replace(loaded, causal=False, context_length=8192)
-    sent.add(1, [[1] * MAX_CPU_ENCODER_TOKENS])
-    with pytest.raises(RequestError, match=f"at most {MAX_CPU_ENCODER_TOKENS}") as caught:
-        sent.add(2, [[1], [1] * (MAX_CPU_ENCODER_TOKENS + 1)])
+    long = replace(loaded, causal=False, context_length=2 * most, device=torch.device(device))
+    sent.engine.loaded = long
+    sent.add(1, [[1] * most])
+    with pytest.raises(RequestError, match=f"at most {most}") as caught:
+        sent.add(2, [[1], [1] * (most + 1)])
     assert (caught.value.code, caught.value.path) == (Code.PROMPT_TOO_LONG, "$.inputs[1]")
+
+
+def test_the_owners_of_an_encoder_take_turns_by_input(timed: Sent) -> None:
+    """An encoder computes each input in one forward, so the other owner waits for one input."""
+    timed.engine.loaded = replace(timed.engine.loaded, causal=False)
+    timed.add(1, [[1] * 1024] * 3, session=1)
+    timed.add(2, [[2]], session=2)
+    timed.sizes(2)
+    assert [batch[0][0] for batch in timed.batches] == [1, 2]
+    assert timed.answers() == [(2, 1)]
 
 
 def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:

@@ -92,7 +92,7 @@ def test_a_request_chooses_an_adapter_by_name(service: Service) -> None:
 
 def test_an_unknown_adapter_is_an_unknown_model(service: Service) -> None:
     with service.bus.client() as client:
-        with pytest.raises(RequestError, match=r"'none'; served are: chat, embedded, sql "):
+        with pytest.raises(RequestError, match=r"'none'; the served models: chat, embedded, sql "):
             client.generate(PROMPT, model="none").tokens()
         with pytest.raises(RequestError, match=r"'sql' does not give embeddings; use .*'embedded'"):
             client.embed([PROMPT], model="sql")
@@ -101,7 +101,7 @@ def test_an_unknown_adapter_is_an_unknown_model(service: Service) -> None:
     body = {"model": "none", "prompt": "x"}
     answer = httpx.post(f"{service.gateway.url}/v1/completions", json=body, timeout=WAIT_S)
     assert answer.status_code == 404
-    assert "served are: chat, embedded, sql" in answer.json()["error"]["message"]
+    assert "served models: chat, embedded, sql" in answer.json()["error"]["message"]
 
 
 def test_a_stream_moves_to_a_worker_that_has_the_same_adapter(service: Service) -> None:

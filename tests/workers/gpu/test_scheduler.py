@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.block_manager import BlockManager
 from tokenbus.workers.gpu.engine.preemption import from_largest_client
-from tokenbus.workers.gpu.engine.scheduler import Batch, Scheduler
+from tokenbus.workers.gpu.engine.scheduler import (
+    LIKELY_ROW,
+    MAX_LIKELY,
+    SCORE_ROWS,
+    Batch,
+    Scheduler,
+)
 from tokenbus.workers.gpu.engine.sequence import Sequence
 
 from ...counts import examples
@@ -349,3 +355,32 @@ def test_every_sequence_gets_all_its_tokens(
     assert not s.has_work
     assert all(len(one.tokens) == one.max_length for one in every)
     assert blocks.num_used == 0
+
+
+def scoring(number: int, length: int, top_logprobs: int) -> Sequence:
+    """A sequence whose tokens are scored."""
+    found = sequence(number, length)
+    found.scored, found.scored_from, found.num_prompt = True, 1, 0
+    found.sampling = Sampling(top_logprobs=top_logprobs)
+    return found
+
+
+def test_a_step_reports_a_bounded_number_of_likely_tokens_of_scores() -> None:
+    s = scheduler(blocks=2000, room=2048)
+    most = MAX_LIKELY // (LIKELY_ROW + 256)
+    s.add(scoring(1, 800, 256))
+    first = s.schedule()
+    assert shape(first) == [(1, 0, most)]
+    compute(first)
+    for number in (2, 3, 4):
+        s.add(scoring(number, 800, 256))
+    compute(s.schedule())
+    sizes = {chunk.sequence.request: chunk.end - chunk.start for chunk in s.schedule().chunks}
+    assert sizes == dict.fromkeys((1, 2, 3, 4), most // 4)
+
+
+def test_scores_without_likely_tokens_take_no_part_of_their_bound() -> None:
+    s = scheduler(blocks=2000, room=2048)
+    s.add(scoring(1, 800, 256))
+    s.add(scoring(2, 800, 0))
+    assert shape(s.schedule()) == [(1, 0, MAX_LIKELY // (LIKELY_ROW + 256)), (2, 0, SCORE_ROWS)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenbus.protocol.bodies import decode_as
-from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.errors import Code, UnavailableError
 from tokenbus.protocol.messages import Error
 from tokenbus.workers.gpu.serving import kept_streams, stored_bytes
 from tokenbus.workers.gpu.serving.stored_bytes import MEMORY_PART, max_stored_bytes
@@ -59,8 +59,10 @@ def test_the_requests_of_running_streams_count(sent: Sent) -> None:
     # A single client gets half of the bound.
     for stream in added[:10]:
         sent.streams.add(stream)
-    with pytest.raises(RequestError, match="your running streams take"):
+    with pytest.raises(UnavailableError, match="your waiting and running streams take") as caught:
         sent.streams.add(added[10])
+    assert caught.value.code == Code.CLIENT_LIMIT
+    assert "gpu_workers" in caught.value.message
 
 
 def test_the_candidates_of_rows_count(sent: Sent) -> None:

@@ -13,8 +13,7 @@ from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.worker_messages import MAX_RESULT_BYTES, Call, CallAnswer
 from tokenbus.workers.bus import FromBus
-from tokenbus.workers.tool import calls as module
-from tokenbus.workers.tool import tool
+from tokenbus.workers.tool import kept_answers, tool
 from tokenbus.workers.tool.calls import Calls
 from tokenbus.workers.tool.functions import Function
 
@@ -297,7 +296,7 @@ async def test_the_end_of_a_request_cancels_its_calls_and_drops_its_answers() ->
 
 
 async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 20)
+    monkeypatch.setattr(kept_answers, "MAX_BYTES", 20)
     worker = Worker(double)
     for count in (1, 2, 3):
         worker.call("double", count, n=count)
@@ -307,7 +306,7 @@ async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_only_the_last_answers_of_a_request_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT_OF_REQUEST", 2)
+    monkeypatch.setattr(kept_answers, "MAX_OF_REQUEST", 2)
     worker = Worker(double)
     for count in (1, 2, 3):
         worker.call("double", count, n=count)
@@ -316,3 +315,41 @@ async def test_only_the_last_answers_of_a_request_are_kept(monkeypatch: pytest.M
     assert (await worker.next()).value == b"6"
     worker.call("double", 1, again=True, n=1)
     assert (await worker.next()).code == "worker_lost"
+
+
+def large(n: int) -> str:
+    return "x" * n
+
+
+async def test_large_answers_of_a_client_do_not_drop_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_answers, "MAX_BYTES", 10_000)
+    worker = Worker(double, large)
+    worker.call_of("a", "double", request=1, n=1)
+    await worker.next()
+    worker.call_of("b", "double", request=2, user="first", n=2)
+    await worker.next()
+    for request in range(3, 20):
+        worker.call_of("b", "large", request=request, user="second", n=2000)
+        await worker.next()
+    for owner, request, value in (("a", 1, b"2"), ("b", 2, b"4")):
+        worker.call_of(owner, "double", request=request, again=True, n=0)
+        assert (await worker.next()).value == value
+    worker.call_of("b", "large", request=3, user="second", again=True, n=2000)
+    assert (await worker.next()).code == "worker_lost"
+    worker.call_of("b", "large", request=19, user="second", again=True, n=2000)
+    assert len((await worker.next()).value) == 2002
+
+
+async def test_ended_requests_leave_nothing_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_answers, "MAX_BYTES", 3_000)
+    worker = Worker(double)
+    for request in range(1, 12):
+        worker.call_of("ab"[request % 2], "double", request=request, n=1)
+        await worker.next()
+        worker.call_of("ab"[request % 2], "double", 2, request=request, again=True, n=1)
+        await worker.next()
+    worker.calls.end(0)
+    kept = worker.calls._kept
+    assert (kept.requests, kept._order, dict(kept._bytes), kept._total) == ([], {}, {}, 0)

@@ -73,7 +73,7 @@ def test_a_script_calls_tools_and_catches_their_errors(steered: Bus, tool: Proce
     assert sequence.text[:2] == "42"
     assert sequence.logs.splitlines() == [
         "the arguments of the tool 'add' are not valid: Expected `int`, got `str` - at `$.a`",
-        "no worker serves the tool 'nope'; served are: add, die",
+        "no worker serves the tool 'nope'; the served tools: add, die",
         "the worker of the tool 'die' was lost during the call; the tool may have done its work, "
         "and is not called again",
     ]

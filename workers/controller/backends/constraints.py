@@ -58,8 +58,8 @@ class Combination(NamedTuple):
 
 
 class CombinationProgram:
-    """The constraint ``combination``. Its argument is compiled to one automaton if possible.
-    Otherwise ``PartsController`` runs the parts of the argument one after another."""
+    """The constraint ``combination``. If its argument is regular, the argument is compiled to one
+    automaton. If not, ``PartsController`` runs the parts of the argument one after another."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class CombinationProgram:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
             return self._part(made, made.root, host)
-        # An invalid part is refused when the request starts, and not when the sequence reaches this
-        # part.
+        # This call refuses an invalid part when the request starts. Without it, the sequence would
+        # fail when it reaches the part.
         for part in {part.place: part for part in made.plan.parts}.values():
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)
@@ -106,7 +106,7 @@ class Constraints:
     ) -> None:
         """``folder`` stores tables and masks between runs of the worker. If it is None, nothing is
         stored. ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # This takes 40 ms, and would otherwise delay the first pattern.
+        prepare()  # Takes 40 ms; done here so that the first pattern does not wait.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())

@@ -1,10 +1,10 @@
 """Token healing: the last token of a prompt is removed, and the first sampled token must begin with
 the removed token's text.
 
-If a prompt ends in the middle of a word, its last tokens are not the tokens of the whole word.
+If a prompt ends in the middle of a word, its last tokens differ from the tokens of the whole word.
 After healing, the model can sample the token of the whole word. The first part of this token's text
-is the removed text, which belongs to the prompt. The constrained text begins after it. Source:
-guidance's token healing; here exactly one token is removed.
+is the removed text, which belongs to the prompt. The constrained text begins after the removed
+text. The method is guidance's token healing, but here exactly one token is removed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum number of candidates for the first token that are tried in a copy of the constraint's
-controller, if the constraint has returned a mask. The *rest* of a candidate is its text after the
-removed text. If the rest is a single token, the mask decides, and the candidate is not tried. When
-the maximum is reached, further candidates that would have to be tried are forbidden."""
+"""The *rest* of a candidate for the first token is its text after the removed text. If the rest is
+a single token, the constraint's mask decides whether the candidate is allowed. If the rest is not a
+single token, the candidate is tried in a copy of the constraint's controller. If the constraint has
+returned a mask, at most this number of candidates is tried. Further candidates that would have to
+be tried are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -56,8 +57,8 @@ class HealingProgram:
         made.close()
         raise RequestError(
             Code.INVALID_FIELD,
-            "heal_prompt is set, but the controller is not a built-in constraint; it must be one, "
-            "or the request must have no controller",
+            "heal_prompt is set, but the controller is not a built-in constraint; use a built-in "
+            "constraint, or send the request without a controller",
             path="$.heal_prompt",
         )
 
@@ -80,8 +81,8 @@ class HealingController:
         self._after = 0
         """Number of the sequence's tokens after the first sampled token."""
         self._given: Answer | None = None
-        """The constraint's last answer if it is a splice that drops tokens of ``_rest``; otherwise
-        None."""
+        """The constraint's last answer, if this answer is a splice that drops tokens of ``_rest``.
+        None for any other answer."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Passes the prompt to the constraint."""

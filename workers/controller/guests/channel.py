@@ -167,8 +167,8 @@ class Channel:
 
     def shrink(self, *, masks: bool) -> None:
         """Called by the worker after a request. If ``masks`` is true, frees the memory of both
-        areas and of the masks. Otherwise frees only the memory of both areas, and only if a part
-        was large. Freed memory reads as zeros."""
+        areas and of the masks. If ``masks`` is false, frees the memory of both areas if a part was
+        large, and keeps the memory of the masks. Freed memory reads as zeros."""
         if masks:
             self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
         elif self._largest > KEPT_BYTES:
@@ -206,8 +206,8 @@ class Channel:
             pass  # The counter is full, so the reader was notified before.
 
     def _arrives(self, wait_ms: int | None) -> bool:
-        """Waits up to ``wait_ms`` for a notice of the other side, or without a bound if it is None.
-        Returns whether a notice has arrived, and consumes it."""
+        """Waits up to ``wait_ms`` for a notice of the other side. If ``wait_ms`` is None, the wait
+        has no bound. Returns whether a notice has arrived, and consumes it."""
         self._poll.poll(wait_ms)
         if self._closed:
             raise ChannelClosed("the process has ended")
@@ -219,7 +219,7 @@ class Channel:
 
 
 def _seal(memory: int) -> None:
-    """Fixes the size of the memory. Otherwise a guest process could shrink the memory, and SIGBUS
-    would end the worker when it reads the removed part."""
+    """Fixes the size of the memory. If a guest process could shrink the memory, SIGBUS would end
+    the worker when the worker reads the removed part."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

@@ -55,8 +55,8 @@ GRANT_BYTES = 4 * 1024 * 1024
 """The process requests memory from its tenant's share in grants of at least this number of bytes.
 If the worker refuses such a grant, the process requests only the bytes that it needs."""
 SHARED_BIAS_BYTES = 4096
-"""A bias with at least this number of bytes is sent in shared memory if there is room, and
-otherwise in the message."""
+"""A bias with at least this number of bytes is sent in shared memory if there is room. If there is
+no room, or if the bias is smaller, it is sent in the message."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
 """If a round takes longer than this time, in seconds, the controller's next round gets a separate
@@ -110,13 +110,14 @@ class _Variables:
         return _stored(_ask("await_write", name, number=version))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only if the variable has this version."""
+        """Writes a variable. If ``when_version_is`` is given, writes only if the variable has this
+        version."""
         told = _ask("set", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable; with ``when_version_is``, only if the variable has this
-        version."""
+        """Appends to a variable. If ``when_version_is`` is given, appends only if the variable has
+        this version."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
@@ -218,7 +219,7 @@ class GuestProcess:
         self._seated: dict[int, _Seated] = {}
 
     def serve(self, channel: Channel) -> None:
-        """Handles the requests of a channel until it is closed."""
+        """Handles the requests of a channel until the channel is closed."""
         _this_thread.channel = channel
         while True:
             request = messages.decode_to_guest(channel.receive())
@@ -259,6 +260,7 @@ class GuestProcess:
 
     def _fork(self, parent: _Seated, child: int, spec: HostSpec) -> Outcome:
         host, log = self._host(spec)
+        host.arg = parent.host.arg
         host.distributions = parent.host.distributions
 
         def fork(_: Outcome) -> None:

@@ -93,8 +93,8 @@ class Item(Struct, array_like=True):
     scores: Scores = []
     """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
     refusal: str = ""
-    """The reason why a context or a constraint was refused, as in ``Host.refusal``; otherwise
-    empty."""
+    """The reason why a context or a constraint was refused, as in ``Host.refusal``. Empty if
+    nothing was refused."""
     logprobs: list[float | None] = []
     """The log-probabilities of the tokens, as in ``Host.logprobs``."""
 
@@ -168,8 +168,8 @@ class PreAnswer(Struct, array_like=True):
 
 
 class MidAnswer(Struct, array_like=True):
-    """The answer of mid_process. The mask is in the shared memory of the channel; its position is
-    the number of the item in the request."""
+    """The answer of mid_process. The mask is in the shared memory of the channel. The number of the
+    item in the request is the mask's position in this memory."""
 
     action: int
     backtrack: Count = 0
@@ -180,24 +180,24 @@ class MidAnswer(Struct, array_like=True):
     bias."""
     bias: bytes = b""
     shared: Count = 0
-    """Bytes of the bias if it is in shared memory, after the mask of the first item; 0 if it is in
-    ``bias``."""
+    """Number of bytes of the bias in shared memory, where the bias follows the mask of the first
+    item. 0 if the bias is in the field ``bias``."""
     query: Query | None = None
     override: Override | None = None
     complete: bool = False
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
     name: str = ""
-    """The name of a context. Only the worker checks its length. So if the name is too long, the
-    script receives an error."""
+    """The name of a context. The guest process does not check the length of the name. The worker
+    checks it, and sends the script an error if the name is too long."""
     pin_s: float = 0.0
     logprobs: bool = False
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
     """The results of the calls of one controller. The field of a call is None if the call was not
-    made or has failed. If a call has failed, ``fault`` is its error. This is the call after the
-    last answer.
+    made or has failed. If a call has failed, it is the call after the last answer, and ``fault`` is
+    its error.
     """
 
     post: int | None = None

@@ -1,5 +1,6 @@
-"""The worker's side of a guest process: its channels, its requests, and the watchdog, which kills
-the process if a call takes too long."""
+"""The worker's side of a guest process: the channels of the process, the requests to it, and the
+watchdog. The watchdog kills the process if a call takes too long. A *question* is a guest's request
+to the worker during a call."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ class Guest(Protocol):
         """The state of the variables before a call; None if the call cannot be repeated."""
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Records a round that ran in a batch, and its outcome; returns whether the round was
-        usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was usual
+        (``interface.Batch``)."""
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
         """Handles the end of the process during a batch. ``suspect``: whether the process was
@@ -163,8 +164,10 @@ class GuestProcess:
         self._granted = 0
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
+        self._counted: set[str] = set()
+        """The modules whose bytes count towards the memory of the tenant."""
         self.controllers: dict[int, Guest] = {}
-        """The live controllers by handle."""
+        """The live controllers by handle, the number of a controller in this process."""
         self._handles = 0
         self.dead = ""
         """The reason why the process has ended; empty while the process runs."""
@@ -191,6 +194,20 @@ class GuestProcess:
         with self._lock:
             self._handles += 1
             return self._handles
+
+    def count_module(self, module: str, size: int) -> None:
+        """Counts the bytes of a module's compiled form, which stays in the process until the
+        process ends. A module is counted once. Raises ControllerError if the process has ended, or
+        if its tenant would exceed its share of the memory."""
+        with self._lock:
+            if module in self._counted:
+                return
+            if self._memory is not None:
+                if self.dead:
+                    raise ControllerError("controller_failed", "the process has ended")
+                self._memory.take(size)
+                self._granted += size
+            self._counted.add(module)
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[Channel]:
@@ -369,7 +386,7 @@ class GuestProcess:
                         self._changed.wait(1.0)
             return channel
         except ChannelClosed as error:
-            # The zygote has not reported the end of the process yet.
+            # The zygote, the parent of the process, has not reported the end of the process yet.
             self._ended(str(error), killed=False)
             raise GuestDied(self.dead) from None
 

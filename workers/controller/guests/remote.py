@@ -1,4 +1,5 @@
-"""Controllers whose guests run in a guest process.
+"""Controllers whose guests run in a guest process. A *question* is a guest's request to the worker
+during a call.
 
 Each controller records its calls. If its process ends, the next call first repeats the recorded
 calls in a new process, as a replay on another worker does. This restores the guest's state, because
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
@@ -172,7 +174,7 @@ class RemoteController:
         def request() -> ToGuest:
             assert self._process is not None
             child._seat(self._process, self._process.new_handle())
-            return Fork(self._handle, child._handle, spec(host))
+            return Fork(self._handle, child._handle, _of_fork(host))
 
         try:
             self._run(request, 1.0)
@@ -185,6 +187,7 @@ class RemoteController:
         """Frees the guest if its process runs. If the request to free it fails, the guest remains
         in memory until its process ends."""
         process, self._process = self._process, None
+        self._recording.close()
         if process is None or process.controllers.pop(self._handle, None) is None:
             return
         try:
@@ -204,7 +207,8 @@ class RemoteController:
         """The batch of the process, and the number of the guest in the batch. None if the round
         after ``token`` cannot run in a batch."""
         process = self._process
-        alone = self._slow or self._asks or self._waits or self._fault is not None or self._losses
+        fault = self._fault or self._recording.failure
+        alone = self._slow or self._asks or self._waits or fault is not None or self._losses
         if process is None or process.dead or alone:
             return None
         if self._host.limits is not self._limits or token in self._host.vocabulary.eos_ids:
@@ -267,7 +271,8 @@ class RemoteController:
         return tools.begin(tool, arguments)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Records a round that ran in a batch, and its outcome; returns whether it was usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was usual
+        (``interface.Batch``)."""
         self._recording.add_round(Item(0, [token]))
         if outcome is None:
             return True
@@ -305,8 +310,9 @@ class RemoteController:
         Raises TokenbusError if the request failed before its first answer."""
         mark = self.mark()
         for _ in range(MAX_TRIES):
-            if self._fault is not None:
-                raise self._fault
+            fault = self._fault or self._recording.failure
+            if fault is not None:
+                raise fault
             try:
                 process = self._home(first)
                 with process.channel() as channel:
@@ -421,6 +427,7 @@ class RemoteController:
             return
         loaded = load()
         code = bytes(loaded.module.serialize())
+        process.count_module(module, len(code))
         request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
         with process.channel() as channel:
             process.request(channel, request, LOAD_S)
@@ -469,7 +476,13 @@ class RemoteController:
         if not is_fork:
             return [(Begin(handle, self._place.module, spec(host, limits)), 3 * limits.init_s)]
         process.controllers.pop(before, None)
-        return [(Fork(before, handle, spec(host, limits)), 1.0), (Close(before), 1.0)]
+        return [(Fork(before, handle, _of_fork(host, limits)), 1.0), (Close(before), 1.0)]
+
+
+def _of_fork(host: Host, limits: Limits | None = None) -> HostSpec:
+    """The fields of the host of a fork, without the argument. In the process, all forks use the
+    argument of their parent, because an argument may have 16 MiB."""
+    return structs.replace(spec(host, limits), arg=b"")
 
 
 def spec(host: Host, limits: Limits | None = None) -> HostSpec:

@@ -41,7 +41,8 @@ _LANDLOCK_CREATE_RULESET = 444
 _LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_VERSION = 1
 _LANDLOCK_FILES = (0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
-"""All rights to files, as bits, by the version of landlock, beginning with version 1."""
+"""All rights to files that a version of landlock has, as bits. The first number is for version
+1."""
 _LANDLOCK_NET, _LANDLOCK_SCOPES = 3, 3
 """Rights to TCP connections (from version 4), and to abstract Unix sockets and signals (from
 version 6), as bits."""
@@ -53,8 +54,8 @@ def isolate(*, same_users: bool) -> list[str]:
     """Moves this process and its later forks to an empty network and an empty file system. Called
     by the only thread of this process. Returns the layers that are missing.
 
-    ``same_users``: whether this process must keep its user ids. Otherwise the process may enter a
-    new user namespace, which gives it the rights to enter the other namespaces.
+    ``same_users``: whether this process must keep its user ids. If false, the process may enter a
+    new user namespace, in which it has the rights to enter the other namespaces.
     """
     spaces = {
         "a network namespace": _CLONE_NEWNET | _CLONE_NEWIPC,

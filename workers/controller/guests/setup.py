@@ -1,4 +1,5 @@
-"""The setup of guest processes, which the worker passes to the zygote as JSON."""
+"""The setup of guest processes. The worker passes it as JSON to the zygote, the parent of these
+processes."""
 
 from __future__ import annotations
 

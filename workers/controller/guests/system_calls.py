@@ -71,8 +71,8 @@ MEMFD_CREATE = (319, 279)
 """memfd_create is refused, because files in memory do not count towards any limit. The error is
 ENOSYS, after which wasmtime copies the initial memory of a module into each instance."""
 TGKILL = (234, 131)
-"""tgkill may send signals only to the process itself, as abort() does, and not those in
-``OTHERS_SIGNALS``."""
+"""tgkill may send signals only to the process itself, as abort() does. The signals in
+``OTHERS_SIGNALS`` are refused."""
 OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 """Signals that a guest process may not send to itself. If the process ended itself with SIGKILL,
 the worker would assume that another party had killed it, and would not suspect the guest's
@@ -111,7 +111,7 @@ def program(pid: int) -> bytes:
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_EQUAL, 1, 0, ARCHITECTURE),
         # Calls of another architecture, such as those of the 32-bit interface, have other numbers.
-        # They kill the process.
+        # Such calls kill the process.
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""A process with controllers may be ended to make room for another process when this number of
-seconds have passed since its last call."""
+"""A process with controllers may be ended, to make room for another process, if its last call was
+at least this number of seconds ago."""
 TURN_S = 10.0
 """If all processes were used recently, the oldest process that is not in a call may be ended to
 make room. It must have run for this number of seconds. So the tenants take turns."""
@@ -36,9 +36,9 @@ MAX_LAUNCHES = 3
 """A zygote is the parent of guest processes. If a zygote ends before it has forked a process,
 another zygote is tried. This is the maximum number of zygotes that are tried for one process."""
 MAX_DEATHS = 3
-"""A sequence ends if several guest processes have died during its calls. When this number of a
-tenant's sequences have ended in this way within ``DEATHS_S`` seconds, all with the same module,
-this module is refused to the tenant."""
+"""A sequence ends if several guest processes have died during its calls. If this happens to this
+number of a tenant's sequences with the same module within ``DEATHS_S`` seconds, the module is
+refused to the tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -104,8 +104,9 @@ class ProcessTable:
     At most ``max_processes`` processes run. To make room for another process, the table ends a
     process that is not in a call. It prefers processes without controllers, and then the least
     recently used process. If all these processes have controllers and were used less than
-    ``KEEP_S`` ago, the table may end only the oldest process, once it has run for ``TURN_S``. The
-    controllers of the ended process are replayed in a new process at their next calls.
+    ``KEEP_S`` ago, the table may end only the oldest process, and only if this process has run for
+    ``TURN_S``. The controllers of the ended process are replayed in a new process at their next
+    calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -176,8 +177,8 @@ class ProcessTable:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
         # The order of ``freeing_slot`` and ``_spawning`` matters: the lock is released before the
-        # slot is taken again. Otherwise this thread could wait for a slot while threads that wait
-        # for the lock have all slots.
+        # slot is taken again. In the other order, this thread could wait for a slot while threads
+        # that wait for the lock have all slots.
         with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()

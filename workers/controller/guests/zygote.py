@@ -1,5 +1,5 @@
-"""The zygote: the process from which guest processes are forked. It has already loaded everything
-that they need.
+"""The zygote: the process from which guest processes are forked. The zygote has already loaded
+everything that guest processes need.
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
 socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
@@ -50,8 +50,8 @@ unlimited."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
-"""A guest process may have 1 / MEMORY_PART of the machine's memory. The share of a tenant is
-smaller, but a compromised process can ignore it. The kernel enforces this limit."""
+"""A guest process may have 1 / MEMORY_PART of the machine's memory. The kernel enforces this limit.
+A tenant's share is smaller, but a compromised process can ignore the share."""
 _FIRST_TO_END = 1000
 """The highest OOM score: if the machine runs out of memory, the kernel ends guest processes before
 all others."""
@@ -145,8 +145,8 @@ class Zygote:
                 # Unpickling is safe, because only the worker can write to the socket.
                 vocabulary = self._vocabularies[number] = pickle.load(file)
             if self._programs:
-                # The vocabulary is prepared here once. Otherwise the first grammar of a script
-                # would prepare it in every process.
+                # The vocabulary is prepared here once. Without this call, each process would
+                # prepare it when a script first uses a grammar.
                 load_vocabulary(vocabulary)
             gc.collect()
             gc.freeze()

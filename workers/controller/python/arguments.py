@@ -11,7 +11,8 @@ from ..host import Host
 
 
 def parsed(arg: bytes) -> object:
-    """A request's argument, decoded as JSON, or as text if it is not JSON; None if it is empty."""
+    """A request's argument: its value if it is JSON, its text if it is not JSON, and None if it is
+    empty."""
     if not arg:
         return None
     text = arg.decode("utf-8", "replace")

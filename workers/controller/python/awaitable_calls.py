@@ -48,7 +48,7 @@ class AwaitableCall(Generic[T]):
         return self._answer.__await__()
 
     def drop(self) -> None:
-        """Closes the call's coroutine. Otherwise Python would warn that the coroutine was never
+        """Closes the call's coroutine, so that Python does not warn that the coroutine was never
         awaited."""
         self._answer.close()
 

@@ -86,8 +86,8 @@ class Controller:
 
     @property
     def arg(self) -> object:
-        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
-        empty."""
+        """The request's ``controller_arg``: its value if it is JSON, its text if it is not JSON,
+        and None if it is empty."""
         return parsed(self.host.arg)
 
     @property

@@ -329,8 +329,8 @@ class Context:
 
     @property
     def arg(self) -> Any:
-        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
-        empty."""
+        """The request's ``controller_arg``: its value if it is JSON, its text if it is not JSON,
+        and None if it is empty."""
         return parsed(self._host.arg)
 
     @property
@@ -392,8 +392,8 @@ class Context:
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
         """The answer to a question. A *question* is a call of the script on its context. During a
-        replay, the answer is the recorded answer. Otherwise it is the result of the operation that
-        ``make`` creates."""
+        replay, the recorded answer is returned. If no replay runs, ``make`` creates an operation,
+        and its result is returned."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -521,7 +521,7 @@ def _waiting(operation: Operation) -> Generator[Operation, None, None]:
 
 def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
     """The answer to a question that is answered without an operation. During a replay, this is the
-    recorded answer. Otherwise it is the result of ``live``."""
+    recorded answer. If no replay runs, this is the result of ``live``."""
     if transcript.replaying:
         entry = transcript.replay(question)
         if entry is None:
@@ -544,7 +544,7 @@ def _position(what: str, label: object) -> int:
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
     """Returns the text that the worker must generate, if ``gen`` is called with a constraint that
-    only the worker implements (yacc or substring). Otherwise returns None."""
+    only the worker implements (yacc or substring). Returns None for any other call of ``gen``."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None

@@ -26,8 +26,8 @@ class Operation:
     """
 
     posts = False
-    """Whether the script continues during the post_process that finishes the operation. Otherwise
-    it continues in the next pre_process."""
+    """Whether the script continues during the post_process that finishes the operation. If false,
+    the script continues in the next pre_process."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -71,8 +71,8 @@ class Stop(Operation):
 
 
 class Append(Operation):
-    """Appends tokens. With ``following``, first drops the tokens after the first ``following``
-    tokens of the sequence."""
+    """Appends tokens. If ``following`` is given, first drops all tokens of the sequence except this
+    number of tokens at its beginning."""
 
     def __init__(
         self,
@@ -243,8 +243,8 @@ class Fork(Operation):
 
 class Replace(Operation):
     """Saves the sequence as a context, or replaces all of its tokens by a new prompt or by a
-    context. ``answer``: the answer of mid_process that requests this. The answer of the operation
-    is the reason why a context was refused, or the number of tokens of the new prompt."""
+    context. ``answer``: the answer of mid_process that requests the operation. The answer of the
+    operation is the reason why a context was refused, or the number of tokens of the new prompt."""
 
     def __init__(self, question: Question, host: Host, answer: Answer) -> None:
         super().__init__(question)

@@ -112,8 +112,8 @@ class ScriptController:
             return self._current().after_post() if runs else CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
-        """A controller for the forked sequence, whose script is replayed up to the operation that
-        this controller's script awaits.
+        """A controller for the forked sequence. Its script is replayed up to the operation that the
+        script of this controller awaits.
 
         Raises ControllerError if the replayed script does not repeat the recorded calls on its
         context.

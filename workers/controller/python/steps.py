@@ -27,7 +27,7 @@ class AtPre(Operation):
 
 
 class AtMid(Operation):
-    """Waits for mid_process; the answer is the fork group."""
+    """Waits for mid_process; the answer is the ``fork_group`` of the call."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Finishes, so that the script decides in this call."""
@@ -63,7 +63,8 @@ class Step(Operation):
     def __init__(
         self, question: Question, decision: Answer, mask: TokenSet | None, in_pre: bool
     ) -> None:
-        """``in_pre``: whether the decision answers pre_process, and not mid_process."""
+        """``in_pre``: whether the decision answers pre_process. If false, it answers
+        mid_process."""
         super().__init__(question)
         self._decision = decision
         self._mask = mask

@@ -1,4 +1,5 @@
-"""The operation of ``ctx.call``, which calls a tool and waits for the tool's answer."""
+"""The operation of ``ctx.call``, which calls a tool and waits for the tool's answer. The *record*
+of a call is a variable of the request, which will contain the answer (``tool_calls.py``)."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Transcript:
         self.tokens: list[int] = []
         self._first_prompt: list[int] = []
         self.failure: ControllerError | None = None
-        """The error of a replayed script that did not repeat a recorded question; otherwise
-        None."""
+        """The error of a replayed script that did not repeat a recorded question. None if there is
+        no such error."""
         self._entries: list[Entry] = []
         self._kept = 0
         self._next = 0
@@ -87,8 +87,8 @@ class Transcript:
         return copied
 
     def replay(self, question: Question) -> Entry | None:
-        """The recorded answer to a question; None if the question is ``until``, which the original
-        sequence still waits for.
+        """The recorded answer to a question; None if the question is ``until``, whose answer the
+        original sequence still awaits.
 
         Raises ControllerError if the recorded question is different.
         """

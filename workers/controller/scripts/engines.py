@@ -90,8 +90,8 @@ def _micropython() -> bytes:
 
 
 def boots(wasm: bytes) -> bool:
-    """Whether an interpreter has ``tokenbus_boot``, so that ``booted`` applies to it. MicroPython
-    does not have it, because MicroPython starts in 0.3 ms."""
+    """Whether an interpreter exports ``tokenbus_boot``, which ``booted`` runs. MicroPython does not
+    need this function, because MicroPython starts in 0.3 ms."""
     return "tokenbus_boot" in read(wasm).exports
 
 
@@ -127,8 +127,8 @@ def booted(wasm: bytes) -> bytes:
 
 
 def put_text(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
-    """Writes a text and its length into the inbox of an interpreter, whose call block is at
-    ``block``."""
+    """Writes a text and its length into the inbox of an interpreter. ``block``: the address of the
+    interpreter's call block."""
     block_words = words(guest, block)
     if len(text) > block_words[INBOX_SIZE]:
         grow = guest.function("tokenbus_grow")

@@ -33,8 +33,8 @@ class Generate(msgspec.Struct, frozen=True):
     """The built-in constraint; None if every text is allowed."""
     argument: str = ""
     stop_at: Annotated[list[StopString], Meta(max_length=MAX_STOP)] = []
-    """The generated text ends after the first occurrence of one of these texts. Their number is
-    bounded because the worker compares each new token with each of them."""
+    """The generated text ends after the first occurrence of one of these texts. The number of these
+    texts is bounded, because the worker compares each new token with each text."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     place: str = ""
     """The position of the call in the script, for errors."""

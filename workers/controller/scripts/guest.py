@@ -1,5 +1,5 @@
 """Guests that run scripts in JavaScript. Each guest is an instance of QuickJS, which has the native
-ABI and loads one script."""
+ABI (``wasm/native.py``) and loads one script."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ REFUSED = 0xFFFF_FFFF
 context is refused. The tokens are then the bytes of the reason."""
 SCORED = 0xFFFF_FFFE
 """The value that post_process receives in place of the number of dropped tokens, if the tokens'
-log-probabilities follow the tokens. They are the bits of float32 numbers. NaN stands for a token
-that was not sampled."""
+log-probabilities follow the tokens. The log-probabilities are the bits of float32 numbers. NaN
+stands for a token that was not sampled."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 
@@ -172,8 +172,8 @@ class ScriptGuest(NativeController):
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)
 
     def _of_json(self, action: int, given: bytes) -> Answer:
-        """Converts the JSON of a script that scores texts, reads a distribution, or saves or opens
-        a context to an ``Answer``. Raises MsgspecError and ControllerError."""
+        """Converts the JSON of a script's call to an ``Answer``. The call scores texts, reads a
+        distribution, or saves or opens a context. Raises MsgspecError and ControllerError."""
         if action == SCORE:
             texts = checked_texts(_decode_texts(given), self._host.vocabulary.size)
             return Answer(Action.SCORE, texts=texts)

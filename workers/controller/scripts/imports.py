@@ -1,5 +1,5 @@
-"""The functions that QuickJS imports. They are the imports of every native module, and
-``next_tokens``, which returns the tokens that a constraint allows after a text."""
+"""The functions that QuickJS imports: the functions that every native module may import, and
+``next_tokens``. ``next_tokens`` returns the tokens that a constraint allows after a text."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class ConstraintQuestions:
         self._kept.clear()
 
     def _text(self, kind: str, argument: str, text: Sequence[int]) -> _Text:
-        """Returns the kept constraint if the text that it has parsed is a prefix of ``text``, or a
-        new constraint."""
+        """Returns a kept constraint whose parsed text is a prefix of ``text``. If no kept
+        constraint fits, returns a new constraint."""
         found = self._kept.pop((kind, argument), None)
         if found is None or not found.is_prefix_of(text):
             if found is not None:

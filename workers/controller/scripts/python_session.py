@@ -143,9 +143,9 @@ class PythonSession:
         self._cpu_s = 0.0
 
     def begin(self, limits: Limits, image: Image | None = None) -> Asked | None:
-        """Starts the interpreter, and runs it to its first call, which ``resume`` then answers with
-        the text of the library. With ``image``, the first ``resume`` instead continues from this
-        memory. Raises ControllerError if the interpreter fails."""
+        """Starts the interpreter, and runs it to its first call. The first ``resume`` answers this
+        call with the text of the library. If ``image`` is given, the first ``resume`` continues
+        from this memory instead. Raises ControllerError if the interpreter fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -171,7 +171,8 @@ class PythonSession:
         if the script has ended. Raises ControllerError if the script fails.
 
         ``limit_s``: the new limit on the script's CPU time, in seconds. If it is None, the present
-        limit still applies. ``spent_s``, the CPU time that the answer took, counts towards it.
+        limit still applies. ``spent_s``: the CPU time that the answer took, which counts towards
+        the limit.
         """
         if limit_s is not None:
             self.guest.renew(limit_s)

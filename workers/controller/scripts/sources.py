@@ -24,8 +24,8 @@ IN_ARGUMENT = {
     "pyctrl-latest": "python",
     "gh:microsoft/aici/pyctrl": "python",
 }
-"""AICI's names for the controllers that run the script in the request's argument, and the language
-of this script. A tag cannot have such a name."""
+"""Maps a name of a controller in AICI to a language. The controller runs the script in the
+request's argument, which is in this language. A tag cannot have such a name."""
 
 
 class Source(NamedTuple):

@@ -55,9 +55,9 @@ class Vocabularies:
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
-        """Calls ``ready``: immediately if the vocabulary is cached, otherwise when a GPU worker has
-        sent the tokenizer or the wait for it has failed. The tokenizer is requested from the GPU
-        worker ``gpu``."""
+        """Calls ``ready`` immediately if the vocabulary is cached. If not, calls ``ready`` when the
+        tokenizer has arrived or the wait has failed. The tokenizer is requested from the GPU worker
+        ``gpu``, unless it has been requested already."""
         special = tuple(sorted(name.special.items()))
         key = (name.fingerprint, name.size, tuple(name.eos), special)
         now = self._clock()
@@ -75,7 +75,7 @@ class Vocabularies:
 
     def arrived(self, fingerprint: str, json: bytes | None, error: str) -> None:
         """Handles a tokenizer that has arrived, or an error that has arrived instead. This may take
-        seconds, so it must not run on the bus thread."""
+        seconds, so it must not run on the bus thread, which receives the worker's messages."""
         with self._lock:
             waiting = self._waiting.pop(fingerprint, [])
             self._requested.pop(fingerprint, None)

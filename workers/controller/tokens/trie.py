@@ -168,7 +168,7 @@ def decode_trie(blob: bytes) -> TokenTrie:
     """Decodes a trie. The checks are at least as strict as those of AICI's guests.
 
     Raises ValueError if a size, an offset, an id or the order of siblings is not valid. Also raises
-    ValueError if the size of a subtree is wrong, or the number of subtrees that end at a node.
+    ValueError if the size of a subtree, or the number of subtrees that end at a node, is wrong.
     """
     if len(blob) < 4 * HEADER_WORDS:
         raise ValueError(f"{len(blob)} bytes are too few; a header has {4 * HEADER_WORDS}")

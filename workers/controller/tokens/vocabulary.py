@@ -74,9 +74,9 @@ class TokenizerVocabulary:
         """Creates a vocabulary from the JSON of a tokenizer, as ``tokenizers`` writes it.
 
         ``size`` is the number of the model's logits. If the tokenizer has fewer tokens, the other
-        ids are padding without bytes. If it has more tokens, those beyond ``size`` are never used.
-        Raises ControllerError if the JSON is not the JSON of a tokenizer, or if the bytes of its
-        tokens cannot be determined.
+        ids are padding without bytes. If the tokenizer has more tokens, its tokens from id ``size``
+        on are never used. Raises ControllerError if the JSON is not the JSON of a tokenizer, or if
+        the bytes of its tokens cannot be determined.
         """
         try:
             spec: Spec = msgspec.json.decode(json)

@@ -111,7 +111,7 @@ class AiciState:
         self.result: bytes | None = None
         """The result of the current call; None until the guest returns the result."""
         self.mask: memoryview | None = None
-        """The buffer for the mask while mid_process runs; otherwise None."""
+        """The buffer for the mask; None if mid_process is not running."""
         self.masked = False
         self.mask_type: Any = ctypes.c_char * (4 * -(-host.vocabulary.size // 32))
         self.last_words = b""

@@ -105,9 +105,9 @@ def check_init_prompt(result: bytes) -> None:
 def pre_process_answer(result: bytes) -> Answer:
     """Converts a result of pre_process to an ``Answer``.
 
-    A result may have several actions. If it stops, only the stop applies. Otherwise, if it
-    suspends, only the suspension applies. Otherwise tokens are appended, and then the sequence
-    forks.
+    A result may have several actions. If it stops, its other actions do not apply. If it suspends
+    and does not stop, its tokens and its fork do not apply. If it neither stops nor suspends,
+    tokens are appended, and then the sequence forks.
     """
     said = _decode_result(
         _pre,

@@ -4,8 +4,8 @@ module.
 
 A script is stored like a module. The interpreter that runs the script is also a module.
 
-Another user could replace a compiled form, and the worker would run the machine code of this user.
-So each file has an HMAC. The HMAC's key is in a file that only the worker's user can read. The HMAC
+If another user replaced a compiled form, the worker would run the machine code of this user. So
+each file has an HMAC. The HMAC's key is in a file that only the worker's user can read. The HMAC
 also covers the module's id and the compilation target. A file with a wrong HMAC counts as missing.
 """
 
@@ -19,7 +19,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -44,6 +44,10 @@ KEPT_BYTES = 256 * 1024**2
 AT_ONCE = 2
 """Maximum modules that are compiled at the same time. Further uploads are refused, and the client
 has to send them again."""
+INTERPRETER = "interpreter-"
+"""Beginning of the names of the interpreters' compiled forms. A client may upload the bytes of an
+interpreter as a module, and delete this module. The name of the interpreter is therefore not the
+hash of its bytes."""
 TURN_S = 60.0
 """Maximum seconds that a stream waits because ``AT_ONCE`` other modules are being compiled."""
 
@@ -92,7 +96,9 @@ class CompiledModules:
         self._kept_bytes = 0
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._compiling = threading.Semaphore(AT_ONCE)
-        self._interpreters = threading.Lock()
+        self._interpreters: dict[str, Loaded] = {}
+        """The loaded interpreters by language. They are not in ``_kept``, because the modules of
+        clients would evict them."""
 
     def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
         """Examines and compiles a module, unless its compiled form is stored. Returns the loaded
@@ -127,15 +133,19 @@ class CompiledModules:
     def interpreter(self, language: str) -> Loaded:
         """The interpreter of a language, which is compiled when it is first used. Raises
         RequestError if the interpreter is not installed."""
+        loaded = self._interpreters.get(language)
+        if loaded is not None:
+            return loaded
         found = engine(language)
-        with self._interpreters:
-            with self._lock:
-                kept = self._kept.get(found.id)
-            if kept is not None:
-                return kept[0]
-            ready = self._read(found.id) or self._compile(found.id, found.wasm, TURN_S, boots=True)
-            loaded = ready[0]._replace(abi=language)  # type: ignore[arg-type]
-            self._keep(found.id, loaded, ready[1])
+        name = INTERPRETER + found.id
+        # ``_turn`` frees the slots of the threads that wait. If these threads kept their slots, the
+        # thread that compiles could not get a slot again.
+        with self._turn(name):
+            loaded = self._interpreters.get(language)
+            if loaded is None:
+                ready, _ = self._read(name) or self._compile(name, found.wasm, boots=True)
+                loaded = ready._replace(abi=language)  # type: ignore[arg-type]
+                self._interpreters[language] = loaded
             return loaded
 
     def drop(self, module: str) -> None:
@@ -179,26 +189,18 @@ class CompiledModules:
         self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
     ) -> tuple[Loaded, int]:
         """Compiles a module, or checks a script. Waits up to ``wait_s`` seconds if too many modules
-        are being compiled. ``boots``: whether the module is an interpreter of scripts."""
+        are being compiled. ``boots``: whether the module is an interpreter of scripts, which is
+        compiled immediately."""
         source = read_source(wasm) if is_script(wasm) else None
         interpreter = self.interpreter(source.language) if source is not None else None
-        if not self._free_to_compile(wait_s):
-            raise UnavailableError(
-                Code.QUEUE_FULL,
-                f"{AT_ONCE} modules are being compiled, which is the maximum; try again",
-                retry_after_s=1.0,
-            )
-        try:
-            with waiting():
-                if source is not None and interpreter is not None:
-                    loaded, code = self._checked(source, interpreter), source.text
-                else:
-                    compile_ = compile_interpreter if boots else compile_module
-                    found, code = compile_(wasm, self._limits)
-                    compiled = wasmtime.Module.deserialize(self._engine, code)
-                    loaded = Loaded(found.abi, compiled, found.why_no_fork)
-        finally:
-            self._compiling.release()
+        with nullcontext() if boots else self._place_to_compile(wait_s), waiting():
+            if source is not None and interpreter is not None:
+                loaded, code = self._checked(source, interpreter), source.text
+            else:
+                compile_ = compile_interpreter if boots else compile_module
+                found, code = compile_(wasm, self._limits)
+                compiled = wasmtime.Module.deserialize(self._engine, code)
+                loaded = Loaded(found.abi, compiled, found.why_no_fork)
         content = msgspec.json.encode((loaded.abi, loaded.why_no_fork)) + b"\n" + code
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,6 +214,21 @@ class CompiledModules:
         RequestError with the position of a syntax error."""
         check_script(source, bytes(interpreter.module.serialize()), self._limits)
         return interpreter._replace(script=source.text)
+
+    @contextmanager
+    def _place_to_compile(self, wait_s: float) -> Iterator[None]:
+        """Takes one of ``AT_ONCE`` places. Raises UnavailableError if none becomes free within
+        ``wait_s`` seconds."""
+        if not self._free_to_compile(wait_s):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"{AT_ONCE} modules are being compiled, which is the maximum; try again",
+                retry_after_s=1.0,
+            )
+        try:
+            yield
+        finally:
+            self._compiling.release()
 
     def _free_to_compile(self, wait_s: float) -> bool:
         if self._compiling.acquire(blocking=False):

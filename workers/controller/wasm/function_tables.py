@@ -61,8 +61,8 @@ def _value(
     at: int,
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
-    """Returns the value for element ``at`` of the target's table. It corresponds to the value of
-    the same element of the source's ``table``."""
+    """Returns the value for element ``at`` of the target's table. This value corresponds to the
+    value of the same element of the source's ``table``."""
     value = ffi.wasmtime_val_t()
     _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
     if not value.of.funcref.store_id:

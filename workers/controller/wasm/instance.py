@@ -4,6 +4,7 @@ instance, to read and write its memory, and to clone it.
 Most of the cost of a call is the transition from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us. ``Func.__call__`` takes 13 us, because it looks up
 types in each call. Memory is read directly at its address, and entering a host function takes 3 us.
+The *epoch* is Wasmtime's counter for interrupting guests (``sandbox.py``).
 """
 
 from __future__ import annotations
@@ -456,7 +457,7 @@ class Guest:
         memoryview(whole).cast("B")[:] = memory
 
     def clone(self, host: Any, limits: Limits) -> Guest:
-        """Creates a copy of the guest, with the same memory, globals and tables, whose host
+        """Creates a copy of the guest, with the same memory, globals and tables. The copy's host
         functions receive ``host``. Only valid between calls."""
         size = self.measure()
         if size > limits.memory_bytes:

@@ -6,8 +6,8 @@ parses uploads in its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
 their outcomes to stdout. Each task runs in a process that is forked from this process, because a
-fork takes a hundredth of the time of starting a new process. The memory of a task is freed, and its
-limits end, when its process ends.
+fork takes a hundredth of the time of starting a new process. The resource limits apply
+only to the forked process. The memory of a task is freed when the forked process ends.
 """
 
 from __future__ import annotations

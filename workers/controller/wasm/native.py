@@ -1,5 +1,6 @@
-"""Guests of the native ABI. Each call of a controller is one call of a function of the guest. The
-guest returns results in its memory, without calling the host.
+"""Guests of the native ABI. An ABI defines the functions that the worker and a guest call in each
+other. Each call of a controller is one call of a function of the guest. The guest returns results
+in its memory, without calling the host.
 
 The host writes a call's argument into the guest's *inbox*, a buffer in the guest's memory. It then
 calls the guest, and reads the result and the mask from the guest's memory. The *call block* is

@@ -48,9 +48,9 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
 
 
 class Ticker:
-    """A thread that increments the engine's epoch every ``TICK_S``, for programs without a loop
-    that does so. The *epoch* is Wasmtime's counter for interrupting guests. When the epoch
-    increases, running guests check their CPU time.
+    """A thread that increments the engine's epoch every ``TICK_S``. The worker increments the epoch
+    in its own loop; this class is for programs without such a loop. The *epoch* is Wasmtime's
+    counter for interrupting guests. When the epoch increases, running guests check their CPU time.
 
     with Ticker(engine):
         ...

@@ -11,8 +11,8 @@ from another machine, and their SHA-256 is checked.
 A module that several tenants have uploaded is stored once. But a tenant can only name modules that
 it has uploaded itself.
 
-Only one thread or process at a time writes files. It writes a file under another name and then
-renames it, so that readers never have to wait.
+Only one thread or process at a time writes files. The writer writes a file under another name and
+then renames the file, so that readers never have to wait.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class ModuleStore:
         engine: wasmtime.Engine,
         others: Others | None = None,
     ) -> None:
-        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``. Without
-        ``others``, the store consists of the folder only."""
+        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``. If
+        ``others`` is None, the store consists of the folder only."""
         self._folder = folder
         self._limits = limits
         self._others = others
@@ -168,16 +168,16 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            # With STORE_FAILED, the state worker may have changed the table, so the module's files
-            # stay.
+            # If the error is STORE_FAILED, the state worker may have changed the table, so the
+            # module's files stay.
             if error.code != Code.STORE_FAILED:
                 with self._locked():
                     self._drop_unused(module)
             raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
-        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from any other
-        module.
+        """Assigns ``tags`` to the module that ``name`` denotes, and removes them from all other
+        modules.
 
         Raises ``conflict`` if another change has assigned one of the tags to a different module
         meanwhile.
@@ -380,7 +380,7 @@ class ModuleStore:
             self._drop_unused(module)
 
     def _drop_unused(self, module: str) -> None:
-        """Removes the files of a module, unless a tenant has it. Called under the lock."""
+        """Removes the files of a module, unless a tenant has the module. Called under the lock."""
         if not self._copies.use(module):
             self._file(module).unlink(missing_ok=True)
             self._compiled.drop(module)

@@ -75,9 +75,10 @@ class TableCopies:
         return any(module in decode_table(content).modules for content in named)
 
     def _table(self, tenant: str, content: bytes) -> Table:
-        """The table in the content of a file, which the caller may change. The content is decoded
-        only if it has changed. Each stream that names a module reads the table, and decoding would
-        occupy the interpreter for up to 10 ms each time."""
+        """The table in the content of a file. The caller may change the returned table. The content
+        is decoded only if it differs from the content that was decoded last. Each stream that names
+        a module reads the table, and decoding would occupy the interpreter for up to 10 ms each
+        time."""
         with self._lock:
             before, table = self._decoded.get(tenant, (b"", None))
         if table is None or content != before:

@@ -39,7 +39,8 @@ class Served(Protocol):
 
 
 def start_function(exports: Iterable[str]) -> str | None:
-    """The function that the host calls first, ``_initialize`` or ``_start``; None without both."""
+    """The function that the host calls first, ``_initialize`` or ``_start``; None if the module
+    exports neither."""
     return next((name for name in ("_initialize", "_start") if name in exports), None)
 
 

@@ -82,7 +82,7 @@ class Binary:
     """The number of the function that runs when the module is instantiated."""
     references: set[int] = field(default_factory=set)
     """The functions to which element segments and constants of the module refer, by number.
-    Exported functions are included only if they are also referred to there."""
+    An export alone does not add a function."""
 
     def function_type(self, index: int) -> FunctionType:
         """The type of a function; raises WasmError if the function does not exist."""

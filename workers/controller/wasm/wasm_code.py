@@ -1,12 +1,13 @@
-"""Decides whether an instance of a Wasm module can be copied. It cannot be copied if the code has
-instructions that change state which a copy would not get.
+"""Decides whether an instance of a Wasm module can be copied. Some instructions change state that a
+copy would not get. If the code has such an instruction, the instance cannot be copied.
 
 A copy gets the memory and the globals. It also gets the tables of functions if the code changes
-them. The host cannot read which passive segments an instance has dropped, so an instance of a
-module that drops segments cannot be copied. One regular expression matches harmless instructions,
-and scans 16 MB in 0.3 s. A function is scanned only if it contains the first byte of an instruction
-that is not harmless. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and
-tail calls, wide memory arguments and relaxed SIMD from the proposals that have been merged since.
+them. The host cannot find out which passive segments an instance has dropped. So an instance cannot
+be copied if the code drops segments. One regular expression matches harmless instructions, and
+scans 16 MB in 0.3 s. A function is scanned only if it contains the first bytes of an instruction
+that changes a table or drops a segment. Source: WebAssembly core specification 2.0, section 5.4
+(instructions), and tail calls, wide memory arguments and relaxed SIMD from the proposals that have
+been merged since.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
     """The reason why an instance of this module cannot be copied between calls; None if it can be
     copied.
 
-    An unknown instruction prevents copies. Raises WasmError if the module cannot be read.
+    An unknown instruction in a scanned function prevents copies. Raises WasmError if the module
+    cannot be read.
     """
     binary = wasm if isinstance(wasm, Binary) else read(wasm)
     for index, kind in enumerate(binary.globals):

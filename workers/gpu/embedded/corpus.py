@@ -33,8 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and third-party code."""
 
 HELD_OUT_PART = 32
-"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. If a
-module is held out, all its functions are held out too."""
+"""About 1 / ``HELD_OUT_PART`` of the documents are held out. The hash of a document's text decides
+whether it is held out. If a module is held out, all its functions are held out too."""
 
 _FIRST = [
     "Ada",
@@ -173,9 +173,9 @@ _MODULES = [
 
 
 def library_documents() -> Iterator[list[str]]:
-    """Yields a list for each module of the standard library, in a fixed order: the module's text,
-    then its short functions that have a docstring (``_functions``). Skips ``LEFT_OUT`` and
-    tests."""
+    """Yields a list for each module of the standard library. A list has the module's text, and then
+    its short functions with a docstring (``_functions``). The order of the modules is fixed. Skips
+    ``LEFT_OUT`` and tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -210,7 +210,8 @@ def _functions(tree: ast.Module, text: str) -> Iterator[str]:
 
 
 def made_documents(seed: int, count: int) -> Iterator[str]:
-    """``count`` records made from a seed, of the kinds that people first try on a small model."""
+    """Makes ``count`` records from a seed. They have the kinds of text that people first try on a
+    small model."""
     chance = random.Random(seed)
     makers = [_json, _json, _json, _json_list, _dates, _numbers, _sum, _csv, _function, _mail]
     for _ in range(count):
@@ -327,8 +328,8 @@ def _mail(chance: random.Random) -> str:
 
 
 def documents(seed: int = 7, made: int = 24_000) -> tuple[list[str], list[str]]:
-    """Returns two lists of documents: those to train on, shuffled by ``seed``, and those held
-    out."""
+    """Returns two lists of documents. The first list is for training, and is shuffled by ``seed``.
+    The second list has the held-out documents."""
     train: list[str] = []
     held_out: list[str] = []
     for group in (*library_documents(), *([text] for text in made_documents(seed, made))):

@@ -33,9 +33,9 @@ WARM_UP = 60
 STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
-"""Regular expression of the parts into which a text is split before BPE. A part is a newline with
-the indentation after it, a word with at most one space before it, a digit, other white space, or
-consecutive other characters."""
+"""Regular expression of the parts into which a text is split before BPE. A part is one of: a
+newline with the indentation after it, a word with at most one space before it, a digit, other white
+space, or several other characters."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -140,8 +140,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that transformers 4 does not have. Both versions can
-    # load the class that is written here.
+    # transformers 5 writes the name of a class that transformers 4 does not have. Both versions
+    # have the class whose name is written here.
     config = folder / "tokenizer_config.json"
     named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(named, indent=2) + "\n")

@@ -3,14 +3,15 @@
 A block stores the keys and values of ``block_size`` consecutive tokens. The reference count of a
 block is the number of block tables that contain it. Forked sequences share a block until one of
 them writes to it (copy-on-write). A full block is registered under its content, so that later
-sequences with the same prefix can share it. Only one block is registered for each content. A
-registered block whose count is 0 can be shared until it is allocated for other content or the
-weights change. Unregistered blocks are allocated first, then the least recently used registered
-blocks. Blocks that a controller has pinned for a time are allocated last. Paging is vLLM's idea
-(Kwon et al. 2023). Each registered block has a content id, which stands for all tokens up to the
-end of the block. A key of this prefix cache is not a hash. It consists of the block's tokens and
-the content id of the block before, so different contents have different keys. In the key of a
-sequence's first block, a number for the sequence's LoRA adapter takes the place of that id.
+sequences with the same prefix can share it. Only one block is registered for each content. If the
+count of a registered block is 0, the block can still be shared until it is allocated for other
+content or the weights change. Unregistered blocks are allocated first, then the least recently used
+registered blocks. A controller can pin blocks for a time. Pinned blocks are allocated last. Paging
+is vLLM's idea (Kwon et al. 2023). Each registered block has a content id, which stands for all
+tokens of its sequence up to the end of the block. Registered blocks are found by a key, which is
+not a hash. The key consists of the block's tokens and the content id of the block before, so
+different contents have different keys. A sequence's first block has no block before it, so its key
+has a number for the sequence's LoRA adapter instead.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PADDING_BLOCK = 0
 block. The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
-"""At most 1 / ``PINNED_PART`` of the blocks may be pinned, and at most 1 / ``OWNER_PART`` for one
-owner (``Pin.owner``)."""
+"""At most 1 / ``PINNED_PART`` of the blocks may be pinned, and one owner (``Pin.owner``) may pin at
+most 1 / ``OWNER_PART`` of the blocks."""
 
 
 class _Pin(NamedTuple):
@@ -45,13 +46,15 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """The content ids of the sequence's first full blocks, as far as ``match`` and ``commit`` have
-    assigned them. An id stands for all content up to the end of its block."""
+    """The content ids of the sequence's first full blocks, if ``match`` or ``commit`` has assigned
+    them. An id stands for all content up to the end of its block."""
     pages: list[bytes] = field(default_factory=list)
-    """The keys of the sequence's first pages (``pages.py``), as far as they have been computed."""
+    """The keys of the sequence's first pages (``pages.py``). Later keys have not been computed
+    yet."""
     mixed: bool = False
-    """Whether some of the blocks were computed with earlier weights. No block of such a table is
-    registered. ``outdate`` sets this flag. ``truncate`` clears it when the table becomes empty."""
+    """Whether some of the blocks were computed with earlier weights. If so, ``commit`` does not
+    register blocks of this table. ``outdate`` sets this flag. ``truncate`` clears it when the table
+    becomes empty."""
     adapter: int = 0
     """The number of the LoRA adapter that computes the blocks; 0 without an adapter."""
 
@@ -109,12 +112,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_unshared(self, table: BlockTable) -> int:
-        """Number of a table's blocks that other sequences do not share."""
+        """Number of a table's blocks that no other table contains."""
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks to keep free so that a running sequence with ``num_tokens`` known tokens
-        can grow by one token; at least one block."""
+        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens, so
+        that it can grow by one token. The result is at least 1."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -138,10 +141,10 @@ class BlockManager:
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        Only the block of token ``start`` and later blocks are affected. A new block replaces each
-        shared block. The other affected blocks are no longer registered. Returns the copies to make
-        before the write, as pairs of block numbers (from, to). Returns None and changes nothing if
-        too few blocks are available.
+        Changes only the block of token ``start`` and later blocks. Each shared block is replaced by
+        a new block. For the other blocks, the registration ends. Returns the copies to make before
+        the write, as pairs of block numbers (from, to). If too few blocks are available, returns
+        None and changes nothing.
         """
         size = self.block_size
         first = start // size
@@ -172,8 +175,8 @@ class BlockManager:
         return copies
 
     def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
-        """Registers the blocks that the first ``num_computed_tokens`` tokens of a sequence fill, so
-        that later sequences can share them. Does nothing if the table is ``mixed``."""
+        """Registers the full blocks of a sequence's first ``num_computed_tokens`` tokens. Later
+        sequences can then share these blocks. Does nothing if the table is ``mixed``."""
         if table.mixed:
             return
         size = self.block_size
@@ -212,9 +215,9 @@ class BlockManager:
         table.mixed = table.mixed and bool(table.blocks)
 
     def pin(self, table: BlockTable, until: float, owner: int) -> None:
-        """Pins the registered blocks of a table until the time ``until``, from the first block on,
-        as far as the quotas of pins allow. If no sequence uses a pinned block, the block is
-        allocated for other content only after all blocks that are not pinned."""
+        """Pins the registered blocks of a table until the time ``until``. Begins with the first
+        block, and stops when a quota of pins is used up. When no sequence uses a pinned block, the
+        block is allocated for other content only after all blocks that are not pinned."""
         until = ceil(until)  # Rounded up, so that pins expire at most once per second.
         self._next_expiry = min(self._next_expiry, until)
         for block in table.blocks[: len(table.keys)]:
@@ -227,7 +230,8 @@ class BlockManager:
             mine = pin is not None and pin.owner == owner
             if all_full or (not mine and self._owned[owner] >= self.num_blocks // OWNER_PART):
                 return
-            # A later pin of another owner counts towards that owner's quota.
+            # If another owner had pinned the block, the block now counts towards the quota of
+            # ``owner``.
             self._unpin(block)
             self._pins[block] = _Pin(until, owner)
             self._owned[owner] += 1
@@ -245,7 +249,7 @@ class BlockManager:
 
     def outdate(self, tables: Iterable[BlockTable]) -> None:
         """Ends the registration of all blocks, because the weights change. ``tables``: the tables
-        that keep their blocks, and become ``mixed``."""
+        that keep their blocks. They become ``mixed``."""
         for block in list(self._key_of):
             self._forget(block)
         self._free += [*self._cached, *self._pinned]
@@ -305,7 +309,7 @@ class BlockManager:
         """Ends the registration of a block, if the block is registered. The content of the block is
         about to change, or was computed with earlier weights.
 
-        Some registered blocks may continue the content of this block. They cannot be matched any
+        Other registered blocks may continue the content of this block. They cannot be matched any
         more, but stay registered until this method is called for them.
         """
         self._unpin(block)

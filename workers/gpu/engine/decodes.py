@@ -1,9 +1,9 @@
-"""A batch of decodes (sequences that each compute one token) as arrays. The next steps update these
-arrays instead of building new ones.
+"""A batch of decodes as arrays. A decode computes one token of a sequence. The next steps update
+these arrays and do not build new arrays.
 
-Most steps compute one more token of each sequence of the previous step. In such a step, sequences
-are not scheduled and packed one by one. Each position increases by one. A sequence whose last block
-is full gets another block.
+Most steps compute the next token of each sequence of the previous step. In such a step, sequences
+are not scheduled and packed one by one. Each position increases by one. If a sequence's last block
+is full, the sequence gets another block.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Advances each sequence by one token. ``on_device``: whether the ids of the tokens that
-        the next step computes are still only on the device. Returns False, without advancing, if
-        the next step must be scheduled again. This is the case if too few blocks are available, or
-        if the token on the device is the last of its sequence."""
+        """Advances each sequence by one token. ``on_device``: whether the next step computes tokens
+        whose ids are still only on the device. Does not advance and returns False if the next step
+        must be scheduled again. This is the case if too few blocks are available, or if a token on
+        the device is the last of its sequence."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False

@@ -1,5 +1,4 @@
-"""A model that computes vectors of texts and does not generate text, with the interface of an
-engine."""
+"""The engine of a model that computes vectors of texts and does not generate text."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ T = TypeVar("T")
 
 
 class EncoderEngine(Engine):
-    """The engine of a model without a KV cache. ``add`` and ``score`` refuse all requests, so the
-    engine never has work.
+    """The engine of a model without a KV cache. ``add`` and ``score`` refuse all requests, so steps
+    never have work.
 
     ``serving.embeddings`` computes the vectors.
     """

@@ -6,8 +6,8 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves: ``begin`` launches the forward, unless the previous ``finish`` has launched
-it, and ``finish`` samples. Between the two, the caller can steer the sequences in
+A step has two halves. ``begin`` launches the forward, if the previous ``finish`` has not launched
+it already. ``finish`` samples. Between the two calls, the caller can steer the sequences in
 ``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask``. These
 methods may also be called at any other time.
 """
@@ -74,8 +74,8 @@ class EngineConfig:
     number fails. Also the maximum number of texts that a request scores at once; further texts
     wait."""
     kv_cache_bytes: int | None = None
-    """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
-    size depends on the free memory, and on a GPU also on ``memory_part``."""
+    """Size in bytes of two KV caches together: that of the model and that of its draft model. If
+    None, the size depends on the free memory, and on a GPU also on ``memory_part``."""
     memory_part: float = 1.0
     """All models of a GPU together may use the fraction ``memory.DEVICE_PART`` of its memory.
     ``memory_part`` is this model's fraction of that memory, for weights, steps and KV caches.
@@ -83,17 +83,17 @@ class EngineConfig:
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read the blocks of its KV cache in place."""
     compiled: bool = False
-    """Run the model through torch.compile, if its logits then stay the same
+    """Run the model through torch.compile, if this does not change the logits
     (``ForwardOptions``)."""
     overlap: bool = False
     """Launch the forward of the next step before the tokens of this step are processed. Steps with
     drafts do not overlap. Ignored if the model has several ranks."""
     fixed_threads: bool = False
-    """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
+    """On a CPU, use all of torch's threads for every forward, even if fewer threads are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
     """Whether the logits of a sequence must have the same bits in every batch. ``auto``: only if
-    the model has kernels that can do this. ``on``: always; a model without such kernels is refused.
-    ``off``: never."""
+    the model has kernels that can do this. ``on``: always. A model without such kernels is then
+    refused. ``off``: never."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -103,9 +103,10 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
     A sequence is identified by (request, seq): the caller's number of the request, and the number
-    of the sequence within the request. The methods raise RequestError for a sequence that is not
-    alive, and for a request that ``score`` has begun, unless their docstrings say otherwise. A
-    failure of one sequence ends only that sequence, whose last output contains the error.
+    of the sequence within the request. By default, the methods raise RequestError for a sequence
+    that is not alive, and for a request that ``score`` has begun. If a method does not, its
+    docstring says so. A failure of one sequence ends only that sequence, whose last output contains
+    the error.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class Engine:
         draft_model: LoadedModel | None = None,
         on_progress: OnProgress = lambda part, stage: None,
     ) -> None:
-        """``draft_model``: with ``config.speculation``, a small model that drafts tokens if prompt
-        lookup (``ngrams.py``) does not find a draft. Raises ModelLoadError if ``draft_model``
-        cannot draft for this model, or if no KV cache fits into the GPU's memory. Also raises
-        ModelLoadError if the model cannot have the fast attention or the exactness that ``config``
-        requires."""
+        """``draft_model``: a small model that drafts tokens if prompt lookup (``ngrams.py``) does
+        not find a draft. It is used only with ``config.speculation``. Raises ModelLoadError if
+        ``draft_model`` cannot draft for this model, or if the KV cache does not fit into the GPU's
+        memory. Also raises it if ``config`` requires fast attention or exactness, and the model
+        cannot have it."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:
@@ -148,8 +149,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        # Steps of several ranks do not overlap. This process sends the token ids of each forward to
-        # the other ranks, so it must first receive the sampled ids from its own device.
+        # With several ranks, steps do not overlap. This process sends the token ids of each forward
+        # to the other ranks. So it must first receive the sampled ids from its own device.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         options = ForwardOptions(config.compiled, config.fixed_threads, config.exact != "off")
@@ -210,19 +211,20 @@ class Engine:
         healed: int | None = None,
         adapter: str = "",
     ) -> PromptUsage:
-        """Begins a generation with ``sampling.n`` sequences, numbered from 0, or with the sequences
-        of ``continued``. Ends the sequences of an earlier attempt of the request.
+        """Begins a generation. It has the sequences of ``continued``, if given, or else
+        ``sampling.n`` sequences, numbered from 0. Ends the sequences of an earlier attempt of the
+        request.
 
-        ``client``: the number of the client (``arrivals.client_of``). Sequences of clients with few
-        running sequences are admitted first, and drafts are copied only from the client's own
+        ``client``: the number of the client (``arrivals.client_of``). The sequences of a client
+        with few running sequences are admitted first. Drafts are copied only from the client's own
         texts. ``text``: outputs contain text. ``inspect``: outputs report the effect of masks and
-        of controllers' biases. ``speculate``: the sequences may have drafts, if the engine makes
-        any; pass False if a controller decides on each token. ``continued``: the live sequences of
-        a request that began at another worker. ``healed``: the token that was removed from the end
-        of the prompt; the generated text begins with the text of this token. Outputs leave this
-        text out. ``adapter``: the name of a LoRA adapter of the model, or empty. Returns the
-        prompt's usage, which is complete when the request has been admitted. Raises RequestError,
-        and changes nothing, if the request cannot be run.
+        of controllers' biases. ``speculate``: whether the sequences may have drafts; pass False if
+        a controller decides on each token. ``continued``: the live sequences of a request that
+        began at another worker. ``healed``: the token that was removed from the end of the prompt.
+        The generated text begins with the text of this token, and outputs leave this text out.
+        ``adapter``: the name of a LoRA adapter of the model, or empty. Returns the prompt's usage,
+        which is complete when the request has been admitted. Raises RequestError, and changes
+        nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -247,9 +249,9 @@ class Engine:
         return sequence.prompt_usage
 
     def healed(self, prompt: Tokens[int]) -> int | None:
-        """Returns the last token of a prompt if token healing can remove it, otherwise None. The
-        token must have text that does not end inside a character, and must not be the only token of
-        the prompt."""
+        """Returns the last token of a prompt if token healing can remove it; None if it cannot. The
+        token must have text, which must not end inside a character. It must not be the only token
+        of the prompt."""
         if len(prompt) < 2 or not self._intake.text_after(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]
@@ -267,12 +269,12 @@ class Engine:
         num_scored: int = 0,
         adapter: str = "",
     ) -> PromptUsage:
-        """Begins a score, which computes the log-probability of each token of ``scored``, given all
+        """Begins a score. It computes the log-probability of each token of ``scored`` after all
         tokens before it.
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
-        has scored; the engine makes no outputs for these tokens. ``adapter``: as in ``add``.
+        has scored. The engine does not make outputs for these tokens. ``adapter``: as in ``add``.
         Returns the prompt's usage, which is complete when the request has been admitted. Raises
         RequestError if the request cannot be run.
         """
@@ -291,20 +293,20 @@ class Engine:
         return sequence.prompt_usage
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
-        """Ends a request now. Returns the outputs of the request that have not been returned yet.
+        """Ends a request now. Returns all outputs of the request that have not been returned yet.
         The last output of each sequence has ``reason``."""
         return self._live.abort(request, reason)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Suspended and deferred sequences do not count.
-        Waiting sequences do not count if they can only be admitted after a deferred sequence is
-        rescheduled or has ended."""
+        Waiting sequences do not count if a deferred sequence must be rescheduled or end before they
+        can be admitted."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any sequence is alive, scheduled or not."""
+        """Whether any sequence is alive, including suspended, deferred and waiting sequences."""
         return bool(self._live.requests)
 
     @property
@@ -370,10 +372,10 @@ class Engine:
     def replace_weights(self, new: NewWeights, keep: bool) -> set[int]:
         """Replaces the weights between two steps; the live sequences continue with the new weights.
 
-        ``keep``: sequences keep the KV cache that the old weights have computed; if False, the
-        cache is computed again. Returns the requests with sequences that keep blocks. If this
-        method raises an exception, the engine must not be used any more, because some weights may
-        be old and some new.
+        ``keep``: whether sequences keep the KV cache that was computed with the old weights. If
+        False, the cache is computed again. Returns the requests whose sequences keep blocks. If
+        this method raises an exception, the engine must not be used any more, because some weights
+        may be old and others new.
         """
         self._stepper.cancel_ahead()
 
@@ -394,8 +396,8 @@ class Engine:
         return self.finish(self.begin()).as_outputs()
 
     def begin(self) -> PendingStep:
-        """The first half of a step: schedules a batch and launches its forward, unless the previous
-        ``finish`` has done so."""
+        """The first half of a step: schedules a batch and launches its forward. If the previous
+        ``finish`` has done this already, only returns the step."""
         self._blocks.expire_pins(time.monotonic())
         return self._stepper.begin()
 
@@ -411,11 +413,11 @@ class Engine:
 
         ``numbers``: the numbers of the new sequences. By default, these are consecutive, beginning
         with the number of sequences that the request has had so far. New sequences share the
-        parent's blocks, and a shared block is copied before a sequence writes to it. If the parent
-        is ready, new sequences sample from its logits, so they need no forward. Each new sequence
-        draws its own token, because the random numbers depend on the sequence number. If the
-        request would exceed ``max_forks`` sequences, including ended sequences, the parent is not
-        forked and ends with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
+        parent's blocks. A shared block is copied before a sequence writes to it. If the parent is
+        ready, new sequences sample from its logits, so they do not need a forward. Each new
+        sequence draws its own token, because the random numbers depend on the sequence number. If
+        the request would exceed ``max_forks`` sequences, including ended sequences, the parent is
+        not forked and ends with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -428,11 +430,11 @@ class Engine:
     def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
         """Removes the last ``drop`` generated tokens and appends ``tokens``, without sampling.
 
-        The next step computes the appended tokens as one chunk, as far as they fit into the step. A
-        ready sequence is not sampled in this step. If ``drop`` exceeds the number of generated
-        tokens, or a token is not in the vocabulary, the sequence ends with an error. If an appended
-        token ends the sequence, the tokens after it are left out. Raises RequestError if the splice
-        neither drops nor appends tokens.
+        The next step computes the appended tokens as one chunk. Tokens that do not fit into this
+        step are computed later. If the sequence is ready, it is not sampled in the pending step. If
+        ``drop`` exceeds the number of generated tokens, or a token is not in the vocabulary, the
+        sequence ends with an error. If an appended token ends the sequence, the tokens after it are
+        left out. Raises RequestError if the splice neither drops nor appends tokens.
         """
         sequence = self._live.named(request, seq)
         if not drop and not tokens:
@@ -443,15 +445,15 @@ class Engine:
         self._live.splice(sequence, drop, tokens)
 
     def report(self, request: int, seq: int) -> None:
-        """Adds an output without a token, to which the caller then adds a controller's notes (logs,
-        writes and messages). Does nothing if the sequence has ended."""
+        """Adds an output without a token. The caller then adds a controller's notes (logs, writes
+        and messages) to the output. Does nothing if the sequence has ended."""
         sequence = self._live.find(request, seq)
         if sequence is not None:
             self._live.outputs.append(TokenOutput.of(sequence))
 
     def suspend(self, request: int, seq: int) -> None:
-        """Suspends a sequence until ``resume``, and discards its logits. The sequence keeps its
-        blocks until other sequences need them."""
+        """Suspends a sequence until ``resume`` is called, and discards its logits. The sequence
+        keeps its blocks until other sequences need them."""
         sequence = self._live.named(request, seq)
         if sequence not in self._scheduler.suspended:
             self._live.discard_logits(sequence)
@@ -471,17 +473,17 @@ class Engine:
         self._blocks.pin(self._live.named(request, seq).block_table, until, owner)
 
     def begin_anew(self, request: int, seq: int, prompt: Tokens[int]) -> None:
-        """Replaces all tokens of a sequence, including those of its prompt, by a new prompt. The
-        sequence waits to be admitted, as a new request does.
+        """Replaces all tokens of a sequence, including the prompt, by a new prompt. The sequence
+        waits to be admitted, as a new request does.
 
         If the prompt is not valid, the sequence ends with an error.
         """
         self._live.begin_anew(self._live.named(request, seq), prompt)
 
     def score_texts(self, request: int, seq: int, texts: Tokens[Tokens[int]]) -> None:
-        """Computes the log-probability of each token of each text, as if the text followed the
-        sequence. The texts share the sequence's blocks. The texts of a request are computed in the
-        same steps, at most ``max_forks`` at once.
+        """Computes the log-probability of each token of each text. Each text is scored as if it
+        followed the sequence. The texts share the sequence's blocks. At most ``max_forks`` texts of
+        a request are computed at once.
 
         The sequence is suspended until ``resume``. When all texts are scored, the sequence gets one
         output with ``scores``. Raises RequestError if there are no texts, or more than
@@ -511,7 +513,7 @@ class Engine:
         """Answers a query about the distribution of a sequence's next token, without sampling.
 
         When the sequence has logits, it gets one output with the answer. The sequence is then
-        deferred until ``reschedule``, and keeps its logits.
+        deferred until ``reschedule`` is called, and keeps its logits.
         """
         self._live.look(self._live.named(request, seq), query)
 
@@ -529,16 +531,16 @@ class Engine:
         return len(sequence.tokens) - sequence.num_computed_tokens
 
     def defer(self, request: int, seq: int) -> None:
-        """Defers a sequence that the pending step would sample, until ``reschedule``. The sequence
-        keeps its logits, and does not count towards ``max_num_seqs`` any more. Does nothing for
-        other sequences."""
+        """Defers a sequence that the pending step would sample. It stays deferred until
+        ``reschedule`` is called, keeps its logits, and does not count towards ``max_num_seqs``.
+        Does nothing for other sequences."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and sequence in step.rows:
             sequence.row = step.keep(step.rows.pop(sequence))
             self._scheduler.defer(sequence)
 
     def reschedule(self, request: int, seq: int) -> None:
-        """Reschedules a deferred sequence, so that the pending step or a later one can sample it.
+        """Reschedules a deferred sequence, so that the pending step or a later step can sample it.
         Does nothing if the sequence is not deferred."""
         self._scheduler.reschedule(self._live.named(request, seq))
 
@@ -567,15 +569,15 @@ class Engine:
         sequence.options = options
 
     def take_drafts(self, request: int) -> None:
-        """Enables drafts for the sequences of a request whose controller computes a mask after each
-        token of a draft (``draft_ahead``)."""
+        """Enables drafts for the sequences of a request. The request's controller must be able to
+        compute a mask after each token of a draft (``draft_ahead``)."""
         for sequence in self._live.requests.get(request, {}).values():
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """Makes drafts for the sequences ``keys``, which controllers steer. Returns the drafts that
-        the next step can verify. The keys of the result are (request, seq). Sequences without a
-        draft are left out. The result is empty if the next step has been launched already."""
+        """Makes drafts for sequences that controllers steer. ``keys``: the sequences as (request,
+        seq). Returns, by the same keys, the drafts that the next step can verify. Sequences without
+        a draft are left out. The result is empty if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
@@ -584,9 +586,9 @@ class Engine:
 
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
         """Sets the masks and biases that apply after each token of a sequence's draft. Must be
-        called after ``set_mask``, and does nothing if the sequence has ended or has no mask. The
-        step verifies one draft token for each element of ``unders``. An element whose mask has the
-        wrong size is ignored, with all elements after it."""
+        called after ``set_mask``. Does nothing if the sequence has ended or does not have a mask.
+        The step verifies one draft token for each element of ``unders``. If the mask of an element
+        has the wrong size, this element and all elements after it are ignored."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]
@@ -594,8 +596,8 @@ class Engine:
             sequence.along = unders[:usable]
 
     def allows(self, request: int, seq: int, token: int) -> bool | None:
-        """Whether the mask of a sequence's next token allows ``token``; None if no mask is set or
-        the sequence has ended."""
+        """Whether the mask of a sequence's next token allows ``token``. None if a mask is not set,
+        or if the sequence has ended."""
         sequence = self._live.find(request, seq)
         if sequence is None or sequence.mask is None:
             return None
@@ -643,7 +645,8 @@ class Engine:
 def _cache_bytes(
     loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
 ) -> int:
-    """The default size of the KV caches of the model and of its draft model together, in bytes."""
+    """The default size in bytes of two KV caches together: that of the model and that of its draft
+    model."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
     # With several ranks, the largest step is not measured, because the other ranks cannot run a

@@ -1,5 +1,5 @@
-"""Checks a request's prompt and sampling parameters, and makes the sequences with which the request
-begins."""
+"""Checks the prompt and the sampling parameters of a request, and makes the request's first
+sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Intake:
     """Checks the requests for one model, and makes their sequences. Numbers the sequences in order
     of arrival.
 
-    ``max_length``: maximum number of tokens of a sequence, prompt and output together.
+    ``max_length``: maximum number of tokens of a sequence, including its prompt.
     """
 
     def __init__(self, loaded: LoadedModel, max_length: int) -> None:
@@ -68,8 +68,8 @@ class Intake:
             )
         _check_numbers(sampling)
         # As in vLLM, ``min_tokens`` also excludes end-of-sequence tokens if ``ignore_eos`` is set.
-        # A request with a controller always has ``ignore_eos`` here, because its controller ends a
-        # sequence at these tokens.
+        # A request with a controller always has ``ignore_eos`` here, because the controller itself
+        # ends a sequence at these tokens.
         ends = ids | self._loaded.eos_token_ids
         if not sampling.ignore_eos:
             ids = ends
@@ -227,14 +227,14 @@ class Intake:
                 )
 
     def _least(self, sampling: Sampling, ends: Iterable[int]) -> Least | None:
-        """Returns the minimum length of the request's sequences, or None. ``ends``: the tokens
-        that would end the sequences."""
+        """Returns the minimum length of the request's sequences, or None if there is none.
+        ``ends``: the tokens that would end the sequences."""
         known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 
     def check_prompt(self, prompt: Tokens[int]) -> None:
-        """Raises RequestError if the prompt is empty, has a token outside the vocabulary, or is so
-        long that no token could be generated."""
+        """Raises RequestError if the prompt is empty, has a token outside the vocabulary, or does
+        not leave room for a generated token."""
         self._check_prompt(prompt, len(prompt) + 1)
 
     def _check_prompt(self, prompt: Tokens[int], length: int) -> None:

@@ -1,4 +1,5 @@
-"""Runs a failed step again, one sequence at a time. Only sequences that fail again end.
+"""Runs a failed step again, one sequence at a time. A sequence that fails again ends. The other
+sequences continue.
 
 A *look* answers a controller's query from the logits of a sequence, without sampling.
 """
@@ -39,8 +40,8 @@ class OneByOne:
         ``ahead`` is a step that was launched before the previous step was processed. Mirrors are
         copies of keys and values (``packing.py``). This method is called when the weights are about
         to change. It is also called if the previous step has failed, because the device then skips
-        the forward of ``ahead``. In both cases the device makes the block copies of ``ahead``, so
-        block tables stay as they are.
+        the forward of ``ahead``. In both cases the device still copies the blocks of ``ahead``, so
+        block tables are not changed.
         """
         self._runner.forget_mirrors()
         self._live.changed()
@@ -73,8 +74,8 @@ class OneByOne:
                 self._sample(sequence, kept.logits)
 
     def look(self, sequence: Sequence, query: Query) -> None:
-        """Answers a query about the kept logits of a sequence. If the forward did not compute these
-        logits, a later step computes them and answers the query."""
+        """Answers a query from the kept logits of a sequence. If the forward has failed to compute
+        these logits, a later step computes them and answers the query."""
         live, logits = self._live, sequence.row.logits if sequence.row is not None else None
         if live.find(sequence.request, sequence.seq) is not sequence:
             return
@@ -93,9 +94,9 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # The chunk's own sequence may have been spliced since, but its forks that will be sampled
-        # still have the chunk's tokens. So if any sequence will be sampled from the chunk, the
-        # chunk is computed with the tokens of such a sequence.
+        # The chunk's own sequence may have been spliced since, and then has other tokens. A fork
+        # that will be sampled from the chunk still has the chunk's tokens. So if any sequence will
+        # be sampled from the chunk, its tokens are computed.
         sequence = next(iter(sampled), chunk.sequence)
         alive = live.find(sequence.request, sequence.seq) is sequence
         usable = alive and len(sequence.tokens) >= chunk.end

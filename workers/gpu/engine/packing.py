@@ -1,9 +1,9 @@
 """Packs the chunks of a step into the inputs of its forward, without torch. A *chunk* is the tokens
 of one sequence in a step.
 
-The tokens of all chunks are concatenated. If the attention does not read the blocks in place,
-chunks of similar size are padded to rectangles, so that a few calls compute all chunks. The packed
-inputs can be sent to other ranks.
+The tokens of all chunks are concatenated. Some attention kernels read blocks in place. For other
+kernels, chunks of similar size are padded to rectangles, so that a few calls compute all chunks.
+The packed inputs can be sent to other ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .block_manager import PADDING_BLOCK
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
-"""Maximum number of blocks of padding that a further decode may add to a group. A decode that would
-add more begins a new group. The attention is called once for each group."""
+"""Maximum number of blocks of padding that a further decode may add to a group. If a decode would
+add more, it begins a new group. The attention is called once for each group."""
 MIRROR_BYTES = 512 * 2**20
 """Maximum size of a *mirror* in bytes. A mirror is a contiguous copy of the keys and values of a
 group of decodes (``Mirrors``). If the mirror of a group would be larger, the group has no mirror,
@@ -27,7 +27,7 @@ and each step gathers the keys and values from the blocks."""
 
 
 class PackedGroup(Struct, array_like=True):
-    """Chunks of similar size: the packed tokens ``[start, end)``, padded to a rectangle of
+    """Chunks of similar size. They are the packed tokens ``[start, end)``, padded to a rectangle of
     ``batch`` rows of ``width`` tokens."""
 
     start: int
@@ -58,13 +58,14 @@ class PackedGroup(Struct, array_like=True):
 
 
 class PackedSpans(Struct, array_like=True):
-    """The metadata of the chunks for kernels that read blocks in place and need no rectangles."""
+    """The metadata of the chunks for kernels that read blocks in place. These kernels do not need
+    rectangles."""
 
     queries: np.ndarray
     """``[num_chunks]``: number of tokens of each chunk."""
     keys: np.ndarray
-    """``[num_chunks]``: number of tokens that each chunk attends to: all tokens up to the end of
-    the chunk."""
+    """``[num_chunks]``: number of tokens to which each chunk attends. These are all tokens of its
+    sequence up to the end of the chunk."""
     blocks: np.ndarray
     """``[num_chunks * width]``: the blocks of each chunk's keys, padded with block 0."""
     width: int
@@ -83,19 +84,20 @@ class Packed(Struct, array_like=True):
     copies: list[tuple[int, int]]
     """Blocks to copy before the forward, as (from, to)."""
     spans: PackedSpans | None = None
-    """The metadata for kernels that read blocks in place, instead of ``groups``."""
+    """The metadata for kernels that read blocks in place; ``groups`` is then empty."""
     fed: np.ndarray | None = None
-    """The indices of the packed tokens whose ids are not on the host yet, because the previous step
-    has just sampled them on the device. None if the host has all ids."""
+    """The previous step may have sampled tokens whose ids are still only on the device. ``fed`` has
+    the indices of such tokens among the packed tokens. None if the host has all ids."""
     drawn: np.ndarray | None = None
-    """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
-    if entry i of ``fed`` has row i."""
+    """For each entry of ``fed``: the row of its token in the previous step's sampled tokens. None
+    if the row of each entry i is i."""
     adapters: np.ndarray | None = None
     """The number of each packed token's LoRA adapter; None if the tokens do not have adapters. A
     forward does not mix tokens with and without adapters."""
     further: Packed | None = None
-    """A second forward of the step, for the tokens with adapters, if the step also has tokens
-    without adapters. Its rows of logits follow those of the first forward."""
+    """The step's second forward. A step has a second forward, for the tokens with adapters, if it
+    has tokens both with and without adapters. The rows of logits of the second forward follow those
+    of the first."""
 
     @property
     def num_rows(self) -> int:
@@ -111,8 +113,8 @@ class Packed(Struct, array_like=True):
 def pack(
     batch: Batch, block_size: int, *, spans: bool = False, mirrors: Mirrors | None = None
 ) -> tuple[list[Chunk], Packed]:
-    """Returns the chunks in the order of their rows, and the inputs of the forward that computes
-    them.
+    """Returns the chunks of a step in the order of their rows, and the inputs of the step's
+    forward.
 
     ``spans``: whether a kernel will read blocks in place. ``mirrors``: assigns mirrors to decodes
     on a CPU.
@@ -177,30 +179,32 @@ class Mirrors:
     """Assigns mirrors to groups of decodes. A mirror is a contiguous copy of the keys and values of
     a group.
 
-    Gathering blocks takes as long as attending over them. If the same sequences decode step after
-    step, the gathered copy stays and only the new tokens are added. A mirror is valid if it has
-    room for the new tokens, and the new tokens of each sequence begin at or before the end of the
-    mirrored tokens. The new tokens then overwrite rejected drafts and dropped tokens. A mirror that
-    a step does not use becomes invalid.
+    Gathering blocks takes as long as attending over them. If the same sequences decode in several
+    steps, the gathered copy is kept and only the new tokens are added. A mirror is valid if it has
+    room for the new tokens, and if it has all earlier tokens of each sequence. The new tokens
+    overwrite rejected drafts and dropped tokens in the mirror. A mirror that a step does not use
+    becomes invalid.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """The key is the ``id()`` of each sequence of a group. The value is the group's chunks in
-        the previous step, the number of the group's mirror, and the mirror's ``room``."""
+        """The mirrors of the previous step. A key has the ``id()`` of each sequence of a group. A
+        value has the group's chunks in the previous step, the number of the group's mirror, and the
+        mirror's ``room``."""
         self._numbers = count(1)
 
     def forget(self) -> None:
-        """Makes all mirrors invalid, for example because a forward that adds to them was not
-        computed."""
+        """Makes all mirrors invalid, for example because a forward that should have added tokens to
+        them was not computed."""
         self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
-        """Assigns each group of decodes its mirror of the previous step or a new one, unless a new
-        mirror would exceed ``MIRROR_BYTES``. If the chunks of a group have several tokens, the
-        group gets a mirror only if each chunk has a draft."""
+        """Assigns mirrors to groups of decodes. A group gets its mirror of the previous step if
+        this mirror is valid. If not, it gets a new mirror, unless the new mirror would exceed
+        ``MIRROR_BYTES``. If the chunks of a group have several tokens, the group gets a mirror only
+        if each chunk has a draft."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
             if group.width > 1 and not all(c.draft for c in part.chunks):
@@ -227,8 +231,8 @@ class Mirrors:
         return True
 
     def _room(self, length: int) -> int:
-        """Capacity of a new mirror for each sequence, in tokens. At least an eighth of ``length``
-        and at least 4 blocks are spare, so that mirrors are rarely replaced."""
+        """Capacity of a new mirror for each sequence, in tokens. The capacity exceeds ``length`` by
+        at least an eighth and by at least 4 blocks, so that mirrors are rarely replaced."""
         block = self._block_size
         return -(-(length + max(4 * block, length // 8)) // block) * block
 
@@ -276,8 +280,8 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # The length is not rounded up to whole blocks. Otherwise the attention would also compute the
-    # unused places of the last block.
+    # The length is not rounded up to whole blocks, because the attention would then also compute
+    # the unused places of the last block.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])

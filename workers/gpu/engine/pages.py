@@ -14,8 +14,9 @@ class PageLog:
     """The pages in one model's KV cache. A page is in the cache while a block with the page's last
     tokens is registered for prefix reuse (``block_manager.py``).
 
-    ``adapters``: the names of the model's LoRA adapters. Keys of an adapter's pages are computed
-    from the adapter's name in the place of the model's name.
+    ``adapters``: the names of the model's LoRA adapters. The keys of pages are computed from the
+    name of the model. If an adapter has computed the pages, they are computed from the name of the
+    adapter instead.
     """
 
     def __init__(self, model: str, block_size: int, adapters: Iterable[str] = ()) -> None:
@@ -25,20 +26,20 @@ class PageLog:
         pages are not reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        """For each page: number of registered blocks that contain the page's last tokens. A page
-        has several such blocks if earlier blocks of the page were evicted and the page was computed
-        again. An old block stays registered until it is allocated for other content."""
+        """For each page: number of registered blocks that contain the page's last tokens. There can
+        be several such blocks. If an earlier block of the page is evicted, the page is computed
+        again. The old last block then stays registered until it is allocated for other content."""
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take`` or ``every``."""
 
     def registered(
         self, block: int, index: int, tokens: Tokens[int], keys: list[bytes], adapter: int = 0
     ) -> None:
-        """Records that ``block``, which is at ``index`` in a sequence, has been registered. Only
-        the last block of a page has an effect.
+        """Records that ``block`` has been registered. ``index``: the place of the block in its
+        sequence. Does nothing if the block is not the last block of a page.
 
-        ``keys``: the known keys of the sequence's first pages. The missing keys of the pages up to
-        this block are appended.
+        ``keys``: the known keys of the sequence's first pages. This method appends the keys of
+        further pages up to this block.
         """
         if not self._per_page or (index + 1) % self._per_page:
             return
@@ -72,8 +73,8 @@ class PageLog:
         return bool(self._changed)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """The keys of the pages that were added, and the keys of the pages that were removed, since
-        the last ``take`` or ``every``."""
+        """The keys of the pages that were added since the last ``take`` or ``every``, and the keys
+        of the pages that were removed."""
         changed, self._changed = self._changed, {}
         added = [key for key, there in changed.items() if there]
         return added, [key for key, there in changed.items() if not there]

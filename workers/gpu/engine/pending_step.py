@@ -48,11 +48,11 @@ class PendingStep:
     rows: dict[Sequence, int] = field(default_factory=dict)
     """The sequences that will be sampled, each with its row number."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
-    """The rows of the forward whose sequences are deferred in this step. Each row is paired with
-    the object that receives a copy of the row."""
+    """The rows of the forward whose sequences are deferred in this step. Each row comes with the
+    object that receives a copy of the row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """The sequences of the forward and the position of each sequence's token, if ``Decodes`` has
-    packed the forward. The forward then computes one token of each sequence. Otherwise None."""
+    """None if ``Decodes`` has not packed the forward. If it has, the forward computes one token of
+    each sequence, and this field has the sequences and the positions of these tokens."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)
@@ -99,7 +99,7 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """Returns the same rows as ``logits``. Does not wait for the forward, so only work that is
+        """The same rows as ``logits``, but without waiting for the forward. So only work that is
         queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
@@ -116,8 +116,8 @@ class PendingStep:
                 continue
             own = [row for row, kept in self.keeping if kept is sequence.row]
             if own:
-                # The sequence was deferred in this step, so its logits are still a row of the
-                # forward.
+                # The sequence was deferred in this step, so its logits are still in the forward's
+                # rows.
                 self.rows[sequence] = own[0]
                 sequence.row = None
             else:
@@ -131,8 +131,9 @@ class PendingStep:
             kept.logits = logits[row].clone()
 
     def keep(self, row: int) -> KeptRow:
-        """Returns the object that has, or will receive, a copy of a row of logits. The row's
-        sequence is deferred in this step. ``row``: the number of the row."""
+        """Returns an object for a copy of a row of logits, because the row's sequence is deferred
+        in this step. The object has the copy already, or receives it later. ``row``: the number of
+        the row."""
         if row >= self.num_forward_rows:
             return self.kept[row - self.num_forward_rows]
         kept = KeptRow()

@@ -1,5 +1,5 @@
-"""The rules by which a sequence is preempted for another. Pure functions of the scheduler's
-tables."""
+"""The rules that choose which sequences are preempted. The functions are pure: they only read the
+scheduler's tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .waiting import MAX_OVERTAKEN
 
 
 class Lack(NamedTuple):
-    """Number of slots (``scheduler.py``) and number of blocks that must become free before a
+    """The slots (places for running sequences) and the blocks that must become free before a
     waiting sequence can be admitted."""
 
     slots: int
@@ -22,13 +22,14 @@ class Lack(NamedTuple):
 
 
 def rank(sequence: Sequence) -> tuple[int, int, int]:
-    """Returns the sort key of a sequence: priority, then earlier arrival. The sequence with the
-    lowest rank is preempted or skipped first."""
+    """The rank of a sequence. The sequence with the lowest rank is preempted or skipped first: the
+    sequence with the lowest priority, and among these the latest arrival."""
     return sequence.priority, -sequence.arrival, -sequence.seq
 
 
 def num_blocks(sequences: Iterable[Sequence]) -> int:
-    """The number of blocks of sequences. A shared block counts once for each of its sequences."""
+    """The total number of blocks of some sequences. A block that several of them share counts once
+    for each of them."""
     return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 
@@ -38,11 +39,12 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough slots or blocks.
 
-    Victims are chosen one by one, each from the client that has the most running sequences left.
-    The victim is this client's sequence with the lowest rank among those that may be preempted. A
-    client keeps at least 1 + ``refused.pending_forks`` running sequences. Sequences of a higher
-    priority are not preempted. Sequences that were overtaken ``MAX_OVERTAKEN`` times are not
-    preempted either, because the waiting queue would admit them again first.
+    The victims are chosen one by one. Each victim belongs to the client that then has the most
+    running sequences. Among this client's sequences that may be preempted, the victim has the
+    lowest rank. A client keeps at least 1 + ``refused.pending_forks`` running sequences. A sequence
+    is not preempted if its priority is above the priority of ``refused``. A sequence that later
+    arrivals have overtaken ``MAX_OVERTAKEN`` times is not preempted either, because the waiting
+    queue would admit it again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
@@ -71,9 +73,9 @@ def choose_victims(
 
 
 def from_largest_client(sequences: Iterable[Sequence], kept: int = 0) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they are preempted, until no client has more than
-    ``kept`` blocks. The next sequence belongs to the client that has the most blocks left, and has
-    the lowest rank among this client's sequences."""
+    """Yields sequences in the order in which they are to be preempted. Each belongs to the client
+    that then has the most blocks left, and has the lowest rank among this client's sequences. Ends
+    when no client has more than ``kept`` blocks."""
     of_client: dict[int, list[Sequence]] = {}
     for sequence in sorted(sequences, key=rank, reverse=True):
         of_client.setdefault(sequence.client, []).append(sequence)

@@ -1,7 +1,7 @@
 """Appends the tokens of a step to their sequences, and makes the step's outputs.
 
-A *plain* token is reported as a row of ``TokenColumns``. Other results, such as the last token of a
-sequence, are separate outputs.
+An ordinary token, which is called *plain*, is reported as a row of ``TokenColumns``. Other results,
+such as the last token of a sequence, are separate outputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Results:
         self.sampled_tokens = 0
 
     def take(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> TokenColumns | None:
-        """Appends the sampled token to each sequence of ``batch``, and returns the plain tokens, or
-        None if no token is plain (``TokenColumns``). All other outputs are added to
-        ``LiveSequences.outputs``. A sequence whose row has an error ends instead."""
+        """Appends the sampled token to each sequence of ``batch``. If the row of a sequence has an
+        error, ends the sequence instead. Returns the plain tokens (``TokenColumns``); None if no
+        token is plain. Adds all other outputs to ``LiveSequences.outputs``."""
         sequences, tokens = batch.sequences, sampled.tokens
         self.sampled_tokens += len(sequences)
         others = self._others(batch, rows, sampled)
@@ -78,8 +78,8 @@ class Results:
             live.take_text_scores(sequence, first, found, chunk.completes)
             return
         if first < sequence.num_reported:
-            # The sequence was preempted, or the weights have changed, so these tokens were scored
-            # again. Their outputs have already been returned.
+            # The sequence was preempted or the weights have changed, so some tokens were scored
+            # twice. The outputs of these tokens have already been returned.
             again = sequence.num_reported - first
             tokens, found, tops = tokens[again:], found[again:], tops[again:]
             first = sequence.num_reported
@@ -112,8 +112,8 @@ class Results:
         return others
 
     def _append(self, i: int, sequence: Sequence, sampled: Sampled, pushed: Pushed | None) -> None:
-        """Appends the token of row i, with everything that its output reports, or ends the sequence
-        if the row has an error. ``pushed``: the token's text, if it has already been decoded."""
+        """Appends the token of row i, and makes its output. If the row has an error, ends the
+        sequence instead. ``pushed``: the token's text, if it has already been decoded."""
         try:
             if i in sampled.errors:
                 self._live.fail(sequence, sampled.errors[i])
@@ -134,8 +134,8 @@ class Results:
 
 
 def _push_texts(batch: SampledBatch, tokens: list[int], others: set[int]) -> dict[int, Pushed]:
-    """Decodes the text of each row of a request that is not in ``others``. Adds a request to
-    ``others`` if its text reaches a stop string or cannot be decoded."""
+    """Decodes the text of each row, except for rows of the requests ``others``. If the text of a
+    request reaches a stop string or cannot be decoded, adds the request to ``others``."""
     pushed: dict[int, Pushed] = {}
     for i in batch.with_text:
         sequence = batch.sequences[i]

@@ -1,14 +1,15 @@
-"""The plan of the next step: continuous batching with chunked prefill. The scheduler uses neither
-a clock nor torch.
+"""Plans the next step, with continuous batching and chunked prefill. The scheduler uses neither a
+clock nor torch.
 
 A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each, or more with
 a draft. They are scheduled first, so that a long prompt does not delay them. Prefill chunks of
 running sequences follow, and then waiting sequences are admitted. If blocks run out, a sequence is
-preempted: its blocks are freed, and it is computed again later. The last sequence in order (lowest
-priority, then latest arrival) is preempted first. A *slot* is one of the ``max_num_seqs`` places
-for running sequences. Clients share the slots: if the first waiting sequence lacks a slot or
-blocks, and its client has no running sequence, other sequences are preempted (``preemption.py``).
-They belong to the clients with the most running sequences.
+preempted: its blocks are freed, and it is computed again later. The sequence that is *last in
+order* is preempted first: the sequence with the lowest priority, and among these the latest
+arrival. A *slot* is one of the ``max_num_seqs`` places for running sequences. Clients share the
+slots. If the first waiting sequence lacks a slot or blocks, and its client does not have a running
+sequence, sequences of the clients with the most running sequences are preempted
+(``preemption.py``).
 """
 
 from __future__ import annotations
@@ -26,23 +27,30 @@ from .sequence import Sequence
 from .waiting import WaitingQueue
 
 SCORE_ROWS = 256
-"""Maximum number of scored tokens of a sequence in one step; each needs a row of logits
+"""Maximum number of tokens that one step scores for a sequence. Each of them needs a row of logits
 ``[vocab]``."""
+MAX_LIKELY = 20_480
+"""Bound on the most likely tokens that scores report in one step. Each scored token counts as its
+``top_logprobs`` and ``LIKELY_ROW`` more. On one core of a CPU, a step at the bound takes 70 ms for
+them if the vocabulary has 131,072 tokens. The sequences with ``top_logprobs`` divide the bound."""
+LIKELY_ROW = 64
+"""The time to search a row of logits, as a number of reported tokens."""
 MAX_ADMITTED = 4
 """Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound,
-sequences without logits are not admitted. A deferred sequence has no slot but keeps its row of
-logits (``vocab`` * 4 bytes). Without the bound, the whole queue would be admitted and deferred
-while a controller worker does not respond. The device would then run out of memory."""
+sequences without logits are not admitted. A deferred sequence does not have a slot, but keeps its
+row of logits (``vocab`` * 4 bytes). If a controller worker does not respond, all its sequences
+become deferred. Without the bound, all waiting sequences would then be admitted and deferred, until
+the device runs out of memory."""
 RECOMPUTED = 8
 """Bound on recomputation. A sequence that is preempted for another client must be computed again.
 On average, tokens that are computed again for this reason may take at most 1 / ``RECOMPUTED`` of
-``max_num_batched_tokens`` in each scheduled step. Otherwise consecutive short requests could make
-the engine compute a long text again for each request."""
+``max_num_batched_tokens`` in each scheduled step. Without this bound, the engine could have to
+compute a long text again for each of many short requests."""
 MAX_DISPLACED = 8
-"""Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
-``max_num_seqs``. If no such sequence is waiting, the next preemption may exceed the bound. A client
-is usually one session. So without this bound, a user with many sessions could preempt all but one
-of another user's sequences."""
+"""At most 1 / ``MAX_DISPLACED`` of ``max_num_seqs`` sequences may wait because they were preempted
+for other clients. If no such sequence is waiting, the next preemption may exceed this bound. A
+client is usually one session. Without this bound, a user with many sessions could preempt all but
+one of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -62,7 +70,7 @@ class Chunk(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether this chunk computes the last token that the sequence needs
+        """Whether the sequence can be sampled, or its score is complete, after this chunk
         (``Sequence.target``)."""
         return self.end - len(self.draft) == self.sequence.target
 
@@ -75,7 +83,8 @@ class Chunk(NamedTuple):
 
     @property
     def scored_tokens(self) -> Tokens[int]:
-        """For a score: the tokens whose log-probabilities are computed from this chunk's logits."""
+        """If the sequence is a score: the tokens whose log-probabilities are computed from this
+        chunk's logits."""
         return self.sequence.tokens[self.first_row + 1 : self.end + 1]
 
 
@@ -101,14 +110,14 @@ class Scheduler:
     """The tables of the live sequences, and the plan of each step.
 
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
-    blocks; ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
-    their decision has not arrived. ``suspended`` sequences wait for ``resume``.
+    blocks. ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
+    their controllers' decisions have not arrived. ``suspended`` sequences wait for ``resume``.
 
-    A deferred sequence gives up its slot. A sequence that gave up a slot runs again as soon as it
-    is rescheduled, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a
-    while. Each step then skips the last sequences in order, and waiting sequences are not admitted.
-    Sequences without logits are also not admitted while ``MAX_ADMITTED`` * ``max_num_seqs``
-    sequences run or are deferred.
+    When a running sequence is deferred, it gives up its slot. When it is rescheduled, it runs again
+    at once, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a while.
+    Each step then skips the sequences that are last in order, and waiting sequences are not
+    admitted. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
+    ``max_num_seqs`` sequences run or are deferred.
     """
 
     def __init__(
@@ -120,8 +129,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
         self.deferred: dict[Sequence, bool] = {}
-        """For each deferred sequence: whether it had a slot. A fork without a slot can be deferred
-        too."""
+        """For each deferred sequence: whether it was running before, and so had a slot. A waiting
+        fork can be deferred too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
         """Number of changes to the tables or to the remaining work of a sequence. If the last batch
@@ -130,20 +139,22 @@ class Scheduler:
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
-        """The first waiting sequence, if the last step could not admit it because no slot was free
-        or because too few blocks were available."""
+        """The first waiting sequence, if the last step could not admit it because a slot or blocks
+        were missing."""
         self._recomputed = 0
         """The debt of recomputation, in tokens. A preemption for another client adds the tokens
         that are computed again. Each step subtracts the tokens that ``RECOMPUTED`` allows. While
         the debt is above 0, no sequence is preempted for another client."""
         self.owes_room = False
         """Whether sequences could be preempted for ``_refused`` in one of the next steps. While
-        this flag is set, each step is scheduled, and not derived from the previous step.
-        ``schedule`` sets and clears it."""
+        this flag is set, each step must be scheduled, and may not be derived from the previous step
+        (``decodes.py``). ``schedule`` sets and clears this flag."""
+        self._num_likely = 0
+        """Number of sequences that divide ``MAX_LIKELY`` in the step that is being scheduled."""
         self._stalled = False
-        """Whether no sequence runs, and the first waiting sequence cannot be admitted because of
-        deferred sequences: they are too many, or leave too few blocks. ``schedule`` sets this flag;
-        a change to the tables clears it."""
+        """Whether no sequence runs, but the first waiting sequence cannot be admitted: too many
+        sequences are deferred, or the deferred sequences leave too few blocks. ``schedule`` sets
+        this flag; a change to the tables clears it."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
@@ -161,7 +172,7 @@ class Scheduler:
         self.changed()
 
     def forked(self, children: Iterable[Sequence]) -> None:
-        """Adds new forks. A fork runs if a slot is free, else it waits."""
+        """Adds new forks. If a slot is free, the fork runs. If not, it waits."""
         for child in children:
             if len(self.running) < self._max_num_seqs:
                 self._run(child)
@@ -170,7 +181,7 @@ class Scheduler:
         self.changed()
 
     def compute_anew(self, sequence: Sequence) -> None:
-        """Frees the blocks of a sequence whose tokens are replaced. The sequence waits to be
+        """Frees the blocks of a sequence whose tokens are replaced. The sequence then waits to be
         admitted."""
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
@@ -186,8 +197,8 @@ class Scheduler:
         self.changed()
 
     def defer(self, sequence: Sequence) -> None:
-        """Defers a ready sequence until ``reschedule``. The sequence gives up its slot, and keeps
-        its blocks until other sequences need them."""
+        """Defers a ready sequence until ``reschedule`` is called. The sequence gives up its slot,
+        and keeps its blocks until other sequences need them."""
         self.deferrals += 1
         self.deferred[sequence] = sequence in self.running
         if sequence in self.running:
@@ -209,14 +220,14 @@ class Scheduler:
         self.changed()
 
     def suspend(self, sequence: Sequence) -> None:
-        """Suspends a sequence until ``resume``. The sequence gives up its slot, and keeps its
-        blocks until other sequences need them."""
+        """Suspends a sequence until ``resume`` is called. The sequence gives up its slot, and keeps
+        its blocks until other sequences need them."""
         self._take_out(sequence)
         self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Moves a suspended sequence to the waiting queue, in which it keeps its original
-        arrival."""
+        """Moves a suspended sequence to the waiting queue. It keeps its original place in the order
+        of arrival."""
         self._take_out(sequence)
         self.waiting.put_back(sequence)
 
@@ -226,7 +237,7 @@ class Scheduler:
         self._blocks.free(sequence.block_table)
 
     def compute_again(self) -> None:
-        """Frees the blocks and logits of all sequences, which are computed again."""
+        """Frees the blocks and logits of all sequences. The sequences are computed again."""
         for sequence in list(self._with_blocks()):
             self._preempt(sequence)
         self._blocks.outdate(())
@@ -254,9 +265,9 @@ class Scheduler:
         self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
-        """Removes and returns the sequences with kept rows that were rescheduled after the current
-        step was scheduled. This step can still sample them. The result is empty while more than
-        ``max_num_seqs`` sequences run."""
+        """Returns the sequences that were rescheduled after the current step was scheduled, and
+        have kept rows of logits. The current step can still sample them. The result is empty if
+        more than ``max_num_seqs`` sequences run. Each sequence is returned only once."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []
@@ -276,10 +287,11 @@ class Scheduler:
         ending = [s for s in active if s.ends_with_next]
         if ending:
             active = [s for s in active if not s.ends_with_next]
-        # Rescheduled sequences already have logits and have nothing to compute, so they are in
-        # neither of the next two lists.
+        # Rescheduled sequences already have their logits. They are in neither of the next two
+        # lists.
         decodes = [s for s in active if s.target - s.num_computed_tokens == 1]
         prefills = [s for s in active if s.target - s.num_computed_tokens > 1]
+        self._num_likely = sum(map(_reports_likely, prefills))
         scheduled: set[int] = set()
         for sequence in [*decodes, *prefills]:
             if room == 0:
@@ -313,7 +325,8 @@ class Scheduler:
                 self._refused = sequence
                 break
             if sequence.row is not None:
-                # A fork that found no slot has logits already and needs no forward.
+                # This sequence is a fork that had to wait for a slot. It already has logits, and
+                # does not need a forward.
                 self._admit(sequence)
             elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
                 break
@@ -328,7 +341,7 @@ class Scheduler:
                 break
 
     def _make_room(self) -> None:
-        """Preempts sequences for the refused sequence (``_victims_of_others``), unless
+        """Preempts sequences for the refused sequence (``_victims_of_others``). Does nothing if
         ``_recomputed`` is above 0."""
         victims = self._victims_of_others() if self._recomputed <= 0 else []
         for victim in victims:
@@ -355,8 +368,8 @@ class Scheduler:
         return victims
 
     def _lacking_blocks(self, sequence: Sequence) -> int:
-        """The number of blocks that are missing for a waiting sequence and for the growth of all
-        admitted sequences."""
+        """The number of further blocks that must become free before a waiting sequence can be
+        admitted and all admitted sequences can grow."""
         table, kept = sequence.block_table, bool(sequence.block_table.blocks)
         if not kept:
             self._blocks.match(table, sequence.tokens, self._match_limit(sequence))
@@ -370,12 +383,20 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, start: int, room: int) -> Chunk:
         end = min(sequence.target, start + room)
         if sequence.scored:
-            end = min(end, max(start, sequence.scored_from - 1) + SCORE_ROWS)
+            end = min(end, max(start, sequence.scored_from - 1) + self._score_rows(sequence))
         return Chunk(sequence, start, end)
 
+    def _score_rows(self, sequence: Sequence) -> int:
+        """Maximum number of scored tokens of a sequence in this step."""
+        most = sequence.sampling.top_logprobs
+        if not most:
+            return SCORE_ROWS
+        others = self._num_likely - (sequence in self.running)
+        return max(1, min(SCORE_ROWS, MAX_LIKELY // (others + 1) // (LIKELY_ROW + most)))
+
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
-        """Adds the next chunk of a running sequence, with its draft if there is room, and preempts
-        sequences while too few blocks are available. Returns False if the sequence itself was
+        """Adds the next chunk of a running sequence, and its draft if there is room. While too few
+        blocks are available, preempts sequences. Returns False if the sequence itself was
         preempted."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
         alone = chunk.end - chunk.start == 1 and sequence.drawn < 0 and chunk.completes
@@ -393,7 +414,7 @@ class Scheduler:
                 return False
 
     def _prefills(self, request: int) -> bool:
-        """Whether a running sequence of a request has more than its last token to compute."""
+        """Whether a running sequence of a request has several tokens to compute."""
         return any(
             s.request == request and s.target - s.num_computed_tokens > 1 for s in self.running
         )
@@ -411,7 +432,8 @@ class Scheduler:
         admitted sequence must stay free. Returns whether the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
-            # A sequence that was suspended has no logits, so its last token is computed again.
+            # The sequence has blocks but no logits, for example because it was suspended. So its
+            # last token is computed again.
             hit = min(sequence.num_computed_tokens, sequence.target - 1)
         else:
             limit = self._match_limit(sequence)
@@ -439,6 +461,7 @@ class Scheduler:
         if sequence.prompt_usage.cached is None:
             sequence.prompt_usage.cached = hit
         self._admit(sequence)
+        self._num_likely += _reports_likely(sequence)
         batch.chunks.append(chunk)
         batch.copies += copies
         return True
@@ -457,11 +480,11 @@ class Scheduler:
         self.waiting.count_running(sequence.client, 1)
 
     def _evict_for(self, sequence: Sequence) -> bool:
-        """Preempts one sequence to free blocks for a waiting sequence while no sequence runs.
-        Returns False if no sequence can be preempted. Other suspended or waiting sequences are
-        preempted first, then deferred sequences with a lower rank than the waiting sequence. If
-        there are no such sequences, and no sequence is deferred, the waiting sequence's own blocks
-        are freed."""
+        """Called while no sequence runs. Preempts one sequence to free blocks for a waiting
+        sequence. Chooses another suspended or waiting sequence. If there is none, chooses a
+        deferred sequence with a lower rank than the waiting sequence. If there is none either, and
+        no sequence is deferred, frees the waiting sequence's own blocks. Returns False if no blocks
+        could be freed."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:
@@ -473,11 +496,11 @@ class Scheduler:
         return True
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
-        """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
-        sequences run. Returns whether blocks were freed. Each victim belongs to the client whose
-        suspended sequences have the most blocks left. A client is chosen only if its suspended
-        sequences have more blocks than all sequences of the waiting sequence's client. Does nothing
-        if the victims have too few blocks, or if enough blocks are available already."""
+        """Called while sequences run. Frees blocks of other clients' suspended sequences for a
+        waiting sequence. Returns whether blocks were freed. Each victim belongs to the client whose
+        suspended sequences have the most blocks left. Only clients whose suspended sequences have
+        more blocks than all sequences of the waiting sequence's client are considered. Does nothing
+        if enough blocks are available already, or if all victims together have too few blocks."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available
@@ -507,10 +530,10 @@ class Scheduler:
     def _victim(self, scheduled: set[int]) -> Sequence:
         """The sequence to preempt for a running sequence.
 
-        If sequences that are not admitted have blocks, the last of them in order (lowest priority,
-        then latest arrival) is the victim. Otherwise the victim is the last of the admitted
-        sequences that are not yet in this step. Such a sequence always exists, because the running
-        sequence itself is not yet in the step.
+        If sequences that are not admitted have blocks, the victim is the one that is last in order.
+        If none of them has blocks, the victim is the last in order of the admitted sequences that
+        are not yet in this step. There is always such a sequence, because the running sequence
+        itself is not yet in the step.
         """
         admitted = (*self.running, *self.deferred)
         return min(self._idle() or [s for s in admitted if id(s) not in scheduled], key=rank)
@@ -538,3 +561,8 @@ class Scheduler:
         else:
             self.suspended.pop(sequence, None)
         self.changed()
+
+
+def _reports_likely(sequence: Sequence) -> bool:
+    """Whether a sequence is a score with ``top_logprobs``."""
+    return sequence.scored and sequence.sampling.top_logprobs > 0

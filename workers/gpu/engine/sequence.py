@@ -31,11 +31,11 @@ MAX_SEQ = 2**32 - 1
 
 
 class TokenOutput(Token, kw_only=True, omit_defaults=True):
-    """One result for a sequence: a token, the end of the sequence, another event such as a fork, or
-    several of these.
+    """One result for a sequence. A result can be a token, the end of the sequence, another event
+    such as a fork, or several of these.
 
-    An output is the entry that clients receive. The engine has no table of streams, so
-    ``LiveStreams`` sets ``stream_id``. ``LiveStreams`` also clears the fields that clients do not
+    ``LiveStreams`` sends the output to the client as an entry. It first sets ``stream_id``, because
+    the engine does not have a table of streams. It also clears the fields that clients do not
     receive.
     """
 
@@ -43,8 +43,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """The number of the request. Clients do not receive this number."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
-    processed. This happens if a stop string was found, or if the sequence ended before the last of
-    the tokens that the controller appended. Clients do not receive this field."""
+    processed. This happens if a stop string was found, or if the sequence ended within the tokens
+    that the controller appended. Clients do not receive this field."""
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
         )
 
     def report(self, candidate: Candidate | None) -> None:
-        """Adds the distribution that the token was drawn from. ``candidate``: None if the request
+        """Adds the distribution from which the token was drawn. ``candidate``: None if the request
         does not ask for the distribution."""
         if candidate is None:
             return
@@ -84,8 +84,8 @@ class PromptUsage:
 
     tokens: int = 0
     cached: int | None = None
-    """Number of the first sequence's tokens that the KV cache contained when the request was first
-    admitted; None before the admission."""
+    """When the request was first admitted, the KV cache contained this number of the first
+    sequence's tokens. None before the admission."""
     admitted_at: float | None = None
     """Time of the first admission, by ``time.monotonic``."""
 
@@ -113,10 +113,10 @@ class KeptRow:
 
 @dataclass(slots=True, eq=False)
 class ScoredTexts:
-    """The texts that are scored as continuations of a sequence. Each text is computed by an
-    additional sequence of the request, which shares the blocks of the first sequence. These
-    additional sequences have negative numbers and no outputs. A request has at most ``max_forks``
-    additional sequences at once."""
+    """The texts that are scored as continuations of a sequence. For each text, the request has an
+    additional sequence, which shares the blocks of the continued sequence. These additional
+    sequences have negative numbers and no outputs. A request has at most ``max_forks`` additional
+    sequences at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended while the texts are scored."""
@@ -126,8 +126,8 @@ class ScoredTexts:
     waiting: deque[tuple[int, Tokens[int]]]
     """The texts that do not have a sequence yet, each with its index."""
     left: dict[Sequence, int] = field(default_factory=dict)
-    """The sequences of the texts that have not been scored completely, each with the index of its
-    text."""
+    """The additional sequences whose texts have not been scored completely. The value is the index
+    of the text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,16 +147,16 @@ class Sequence:
     num_drops: int = 0
     """Number of splices that have dropped tokens."""
     scored: bool = False
-    """Whether the sequence is a SCORE: its tokens are known, and their log-probabilities are
-    computed."""
+    """Whether the sequence is a SCORE. The tokens of a SCORE are known, and their log-probabilities
+    are computed."""
     scored_from: int = 0
-    """For a score: index of the first token whose log-probability is computed. The tokens before it
-    are the prompt and the tokens that another worker has scored."""
+    """For a score: the index of the first token whose log-probability is computed. Earlier tokens
+    belong to the prompt, or another worker has scored them."""
     num_reported: int = 0
     """For a score: number of tokens after the prompt whose outputs have been made."""
     scoring: ScoredTexts | None = None
-    """The scored texts, if these texts continue this sequence, or if this sequence computes one of
-    them. Otherwise None."""
+    """The scored texts that continue this sequence. If this sequence itself computes a scored text:
+    all texts that are scored together with this text. None for all other sequences."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
@@ -166,10 +166,11 @@ class Sequence:
     logit_bias: Bias | None = None
     """The request's ``logit_bias``; all sequences of the request share one object."""
     counts: TokenCounts | None = None
-    """How often each token occurs, as of the last ``count_tokens``; None before the first call."""
+    """How often each token occurs; ``count_tokens`` updates these counts. None before the first
+    update."""
     text: TextStream | None = None
     healed: int = 0
-    """With token healing: number of characters at the beginning of the text that belong to the
+    """With token healing: the text begins with this number of characters that belong to the
     prompt."""
     with_text: bool = False
     inspect: bool = False
@@ -177,8 +178,8 @@ class Sequence:
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
-    """Number of tokens whose keys and values are in the cache, including those that a launched
-    forward computes."""
+    """Number of tokens whose keys and values are in the cache. Tokens that a launched forward
+    computes count already."""
     continued: bool = False
     """Whether the sequence shares the prompt with other sequences of a request that began at
     another worker, or with other scored texts. Only one of these sequences computes the prompt
@@ -186,7 +187,7 @@ class Sequence:
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
-    """Number of later arrivals that were admitted before this sequence. For a new sequence,
+    """Number of later arrivals that were admitted before this sequence. For a new sequence, only
     ``WaitingQueue.remove`` sets this number."""
     displaced: bool = False
     """Whether the sequence was preempted for another client, and has not been admitted again."""
@@ -198,14 +199,14 @@ class Sequence:
     options: TokenOptions | None = None
     """The controller's other sampling options for the next token."""
     along: Tokens[Under] = ()
-    """The masks and biases for the tokens after the first, second, ... token of ``draft``, as far
-    as the controller has computed them."""
+    """Masks and biases from the controller: element i applies after token i of ``draft``. The list
+    may be shorter than ``draft``."""
     row: KeptRow | None = None
     """The stored logits from which a deferred sequence is sampled when it is rescheduled. Forks of
     the sequence share this object."""
     drawn: int = -1
-    """The row of the next token in the tensor of sampled tokens, if this token is only on the
-    device; otherwise -1."""
+    """If the next token is only on the device: its row in the tensor of sampled tokens. If not,
+    -1."""
     drafting: Drafting | None = None
     """The state of speculative decoding; None if the sequence gets no drafts."""
     draft: Tokens[int] = ()
@@ -213,20 +214,21 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """Number of tokens that must be in the cache before the next token can be sampled, or
-        before a score is complete. A score does not need its last token in the cache."""
+        """Number of tokens that must be in the cache before the next token can be sampled. For a
+        score: before the score is complete. A score does not need its last token in the cache."""
         return len(self.tokens) + (self.drawn >= 0) - self.scored
 
     @property
     def waits_for_blocks(self) -> bool:
-        """Whether the sequence waits while another sequence of its request computes the prompt that
-        they share."""
+        """Whether the sequence has to wait while another sequence of its request computes the
+        prompt that both share."""
         complete = self.scored and self.num_computed_tokens >= self.scored_from - 1
         return self.continued and not complete
 
     @property
     def gives_columns(self) -> bool:
-        """Whether the request's options allow its tokens to be rows of ``TokenColumns``."""
+        """Whether the options of the request allow its tokens to be reported in
+        ``TokenColumns``."""
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
@@ -242,8 +244,8 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next step is a plain decode: one token to compute, and no kept row or
-        decision of a controller."""
+        """Whether the next step is a plain decode of this sequence: it computes one token, and the
+        sequence has neither a kept row nor a decision of a controller."""
         decided = self.mask is not None or self.bias is not None or self.options is not None
         ready = self.row is not None or decided
         return len(self.tokens) - self.num_computed_tokens == 1 and not (ready or self.scored)
@@ -264,8 +266,8 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     def count_tokens(self) -> TokenCounts:
-        """The counts of all tokens, for penalties. A call counts only the tokens that were appended
-        after the previous call."""
+        """The counts of all tokens, for penalties. Each call adds only the tokens that were
+        appended after the previous call."""
         if self.counts is None:
             self.counts = TokenCounts.of(self.sampling, self.prompt)
         self.counts = self.counts.plus(self.tokens[self.num_prompt + self.counts.total :])
@@ -273,9 +275,8 @@ class Sequence:
 
     @property
     def draw_seed(self) -> int:
-        """The seed of the next tokens. A sequence that has dropped tokens draws with other random
-        numbers than before. Otherwise the sequence would draw the same tokens after the same
-        text."""
+        """The seed of the next tokens. The seed changes when the sequence drops tokens. If it did
+        not, the sequence would draw the dropped tokens again."""
         if not self.num_drops:
             return self.seed
         return derived_seed(self.seed ^ derived_seed(self.num_drops))
@@ -294,12 +295,12 @@ class TokenColumns:
     """The plain tokens of one step: row i is the token of ``sequences[i]``.
 
     A plain token is neither the first nor the last token of its sequence, and has only the fields
-    that columns contain. If a request has any other output in a step, none of its tokens of this
-    step are in the columns. All columns have the same length.
+    that columns contain. If a request has another output in the step, none of its tokens is in the
+    columns. All columns have the same length.
     """
 
     sequences: list[Sequence]
-    """Consecutive steps that sample the same sequences share this list object, if all of their
+    """Consecutive steps share this list object if they sample the same sequences and all their
     tokens are plain."""
     tokens: np.ndarray
     """The token ids, int64."""
@@ -318,8 +319,8 @@ class TokenColumns:
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """Splits the rows. The first result has the rows of all other requests as columns, or is
-        None if there are no such rows. The second has the rows of ``requests`` as outputs."""
+        """Splits the rows into two results. The second result has the rows of ``requests``, as
+        outputs. The first result has all other rows, as columns; None if there are none."""
         outputs = [output for output in self if output.request in requests]
         rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
         return (self.of(rows) if rows else None), outputs

@@ -55,9 +55,11 @@ class LiveSequences:
         self._made: dict[int, int] = {}
         """For each request: the number of its sequences so far, including ended ones."""
         self.step: PendingStep | None = None
-        """The step whose forward has been launched and which has not been sampled."""
+        """The step that is between its forward and its sampling: its forward has been launched, and
+        it has not been sampled."""
         self.looks: dict[Sequence, Query] = {}
-        """For each sequence whose next logits answer a query (``Engine.look``): the query."""
+        """The query (``Engine.look``) of each sequence that has one. The sequence's next logits
+        answer it."""
         self.outputs: list[TokenOutput] = []
         """Outputs that have not been returned yet."""
         self.forks = 0
@@ -114,8 +116,8 @@ class LiveSequences:
         return any(self.find(s.request, s.seq) is s for s in chunks)
 
     def remove(self, sequence: Sequence) -> None:
-        """Registers a sequence's computed blocks for prefix reuse, removes the sequence from the
-        tables and from the pending step, and frees its blocks.
+        """Removes a sequence from the tables and from the pending step, and frees its blocks. First
+        registers its computed blocks for prefix reuse.
 
         The sequence may be missing from some of the tables.
         """
@@ -258,9 +260,9 @@ class LiveSequences:
                 return
 
     def discard_logits(self, sequence: Sequence) -> None:
-        """Discards the logits and decisions of a sequence, and reschedules it if it is deferred. If
-        the sequence's last token has been computed, the caller must then append a token, suspend
-        the sequence or call ``_compute_last_again``."""
+        """Discards the logits and decisions of a sequence. If the sequence is deferred, reschedules
+        it. If its last token has been computed, the caller must then append a token, suspend the
+        sequence or call ``_compute_last_again``."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None
@@ -310,13 +312,14 @@ class LiveSequences:
         if sequence.num_computed_tokens == len(sequence.tokens) - 1:
             self._scheduler.forked(begun)
         else:
-            # The sequence of the first text computes the tokens of ``sequence`` that are not in the
-            # cache. The other texts wait for its blocks (``Sequence.continued``).
+            # Some tokens of ``sequence`` may not be in the cache. The sequence of the first text
+            # computes them. The sequences of the other texts wait for its blocks
+            # (``Sequence.continued``).
             self._scheduler.put_back(begun)
 
     def _begin_texts(self, request: int) -> list[Sequence]:
-        """Makes sequences for the waiting texts of a request, until ``max_forks`` texts are scored
-        at once. The caller adds the sequences to the scheduler."""
+        """Makes sequences for waiting texts of a request, so that up to ``max_forks`` texts are
+        scored at once. The caller adds the sequences to the scheduler."""
         live = self.requests[request]
         room = self._max_forks - sum(seq < 0 for seq in live)
         number = min(0, *live) - 1
@@ -332,13 +335,14 @@ class LiveSequences:
         return begun
 
     def _continue_texts(self, request: int) -> None:
-        """Begins waiting texts of a request after other texts of the request have ended."""
+        """Begins to score waiting texts of a request, after other texts of the request have
+        ended."""
         begun = self._begin_texts(request)
         if begun:
             self._scheduler.put_back(begun)
 
     def drop_texts(self, sequence: Sequence) -> None:
-        """Stops the scoring of texts as continuations of a sequence."""
+        """Stops scoring texts as continuations of a sequence."""
         scoring = sequence.scoring
         if scoring is None or sequence.scored:
             return
@@ -350,8 +354,8 @@ class LiveSequences:
     def take_text_scores(
         self, one: Sequence, first: int, values: list[float], complete: bool
     ) -> None:
-        """Stores the log-probabilities of a scored text from its token number ``first`` on. After
-        the last token of the last text, adds an output with all scores."""
+        """Stores log-probabilities of a scored text. ``first``: the index of the first scored token
+        in the text. When all texts are scored completely, adds an output with all scores."""
         scoring = one.scoring
         assert scoring is not None
         numbers = np.maximum(np.array(values, np.float32), LOWEST)
@@ -403,8 +407,8 @@ class LiveSequences:
         self.look(sequence, query)
 
     def take_look(self, sequence: Sequence, answer: Distribution) -> None:
-        """Adds the output of a look, unless the sequence has ended. ``answer`` does not have a
-        sampled token, so ``Distribution.rank`` is 0."""
+        """Adds the output with the answer to a query. Does nothing if the sequence has ended. No
+        token was sampled, so ``Distribution.rank`` is 0."""
         if self.find(sequence.request, sequence.seq) is not sequence:
             return
         if answer.entropy != answer.entropy:
@@ -419,7 +423,7 @@ class LiveSequences:
     def append(self, sequence: Sequence, output: TokenOutput, pushed: Text | None = None) -> bool:
         """Appends the token of an output to a sequence. Ends the sequence at a stop token, at a
         stop string, or at its maximum length. Returns whether the sequence is still alive.
-        ``pushed``: the token's text, if already decoded."""
+        ``pushed``: the token's text, if it has already been decoded."""
         token = output.token
         assert token is not None
         if token in sequence.stop_ids:
@@ -457,8 +461,8 @@ class LiveSequences:
         error: str = "",
         code: str | None = None,
     ) -> TokenOutput:
-        """Ends a sequence without a further token. Returns its last output, which is not in
-        ``outputs``."""
+        """Ends a sequence without a further token. Returns its last output, and does not add this
+        output to ``outputs``."""
         output = TokenOutput.of(sequence, reason=reason)
         output.error, output.code = error or None, code
         if sequence.with_text and sequence.text is not None:
@@ -472,8 +476,8 @@ class LiveSequences:
 
     def fail(self, sequence: Sequence, error: str, code: str | None = None) -> None:
         """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Blocks
-        that no other sequence uses are filled with zeros, because they may contain NaN. If a scored
-        text fails, the sequence that it continues fails."""
+        that no other sequence uses are filled with zeros, because they may contain NaN. If the
+        sequence computes a scored text, ends the sequence that the text continues."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0
@@ -520,8 +524,8 @@ class LiveSequences:
 
     def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
         """Ends all sequences of a request. Returns the outputs of the request that have not been
-        returned yet, then the last output of each sequence."""
-        # The older outputs come first, because they may report forks whose last outputs follow.
+        returned yet, followed by the last output of each sequence."""
+        # The older outputs come first, because they may report a fork whose last output follows.
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
         live = self.requests.get(request, {})

@@ -5,11 +5,11 @@ begin    schedule ─▶ forward: one token of each decode, chunks of prompts �
 finish   sample the rows ─▶ append to each sequence, or end it
 
 The device runs its work in the order in which it was queued. If steps overlap, ``finish`` launches
-the sampling of this step and then the forward of the next step, before it waits for the tokens. So
-the device has work while the host processes and sends tokens. The next forward reads each sampled
-token on the device; the host only needs the token's position. If a sequence ends at a stop, the
-host detects the end only after it has launched the next forward. The host then discards the row of
-the ended sequence.
+the sampling of this step and the forward of the next step, and then waits for the tokens. So the
+device has work while the host processes and sends tokens. The next forward reads the sampled tokens
+on the device; the host needs only their positions. If a sequence ends at a stop token or stop
+string, the host detects the end after it has launched the next forward. The host then discards the
+row of the ended sequence.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: whether the next forward is launched before the tokens of this step are processed.
-    ``speculation`` makes drafts for the sequences. Two steps do not overlap if either has drafts,
-    because the token after a draft is unknown until the draft is verified.
+    ``speculation`` makes drafts for the sequences. A step with drafts does not overlap with other
+    steps, because the token after a draft is unknown until the draft is verified.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Stepper:
         self._results = Results(live)
         self._one_by_one = OneByOne(live, runner, self._results)
         self._ahead: PendingStep | None = None
-        """The next step, if ``finish`` has launched its forward."""
+        """The next step; None if ``finish`` has not launched its forward."""
         self._decodes: Decodes | None = None
         """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])
@@ -116,8 +116,8 @@ class Stepper:
         return self._results.sampled_tokens + self._verifier.sampled_tokens
 
     def begin(self) -> PendingStep:
-        """The first half of a step: schedules a forward and launches it, unless ``finish`` has done
-        so."""
+        """The first half of a step: schedules a forward and launches it. If ``finish`` has done
+        this already, only returns the step."""
         step, self._ahead = self._ahead, None
         if step is None or not self._live.has_any_of(step):
             step = self._launch(None) or PendingStep()
@@ -152,8 +152,8 @@ class Stepper:
         ``before``: the sampling of the previous step, which the device runs before this forward;
         None if the host already has its tokens.
         """
-        # A draft depends on the last token, so no drafts are made while this token is on the
-        # device.
+        # A draft depends on the last token. So no drafts are made while the last token is only on
+        # the device.
         self._speculation.propose(self._scheduler.running if before is None else ())
         tokens = before.device_tokens if before is not None else None
         decodes, self._decodes = self._decodes, None
@@ -200,16 +200,17 @@ class Stepper:
         return looks
 
     def _sample(self, step: PendingStep, looks: list[Look]) -> Sampling:
-        """Queues the sampling of a step after its forward, and the computation of the answers to
-        ``looks``."""
+        """Queues two kinds of work after the forward of a step: the sampling, and the computation
+        of the answers to ``looks``."""
         sequences = list(step.rows)
-        # A new batch is also needed after tokens were dropped, because the seeds of sequences have
-        # then changed.
+        # After sequences have dropped tokens, a new batch is needed, because the seeds of these
+        # sequences have changed.
         if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:
             self._batch, self._drops = SampledBatch(sequences), self._live.dropped_tokens
         batch, which = self._batch, None
-        # The sequences themselves are compared, not only their number, because a fork or a
-        # rescheduled sequence may have replaced a deferred sequence.
+        # The sequences themselves are compared, because a fork or a rescheduled sequence may have
+        # replaced a deferred sequence. A comparison of only their number would not find this
+        # change.
         decodes = step.decodes if not step.kept else None
         if decodes is not None and sequences == decodes[0]:
             rows = batch.rows(decodes[1])
@@ -238,8 +239,8 @@ class Stepper:
         return Sampling(step, batch, rows, looks, self._runner.queue.submit(run))
 
     def _take(self, sampling: Sampling) -> StepOutputs:
-        """Waits for the tokens of a step, and appends each to its sequence. If the step failed,
-        each sequence is run separately, so that only sequences that fail again end."""
+        """Waits for the tokens of a step, and appends each token to its sequence. If the step
+        failed, runs each sequence separately. Only sequences that fail again end."""
         work, live = sampling.work, self._live
         work.wait()
         if work.error is not None:
@@ -274,7 +275,7 @@ class Stepper:
                 usage.admitted_at = time.monotonic()
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk]) -> None:
-        """Updates the tables for a launched forward as if it had run: numbers of computed tokens,
+        """Updates the tables as if a launched forward had run: numbers of computed tokens,
         registered blocks, rows to sample and score, and pending forks. Work that is queued later
         runs after the forward, so it may rely on these entries."""
         row = 0
@@ -301,8 +302,8 @@ class Stepper:
         return decodes.advance(before is not None)
 
     def _only_decodes(self, batch: Batch) -> bool:
-        """Whether a batch computes one token of each running sequence, and all of these sequences
-        are sampled."""
+        """Whether a batch computes exactly one token of each running sequence, and all these
+        sequences are sampled."""
         chunks = batch.chunks
         return len(chunks) == len(self._scheduler.running) and all(
             chunk.end - chunk.start == 1 and chunk.completes and not chunk.sequence.scored

@@ -2,8 +2,8 @@
 (1975).
 
 The time for a character does not depend on the number and the length of the stop strings. The
-automaton is built while text is read: a request pays only for the states that its text reaches. In
-total, building takes at most a time proportional to the characters of all stop strings.
+automaton is built while text is read. Only the states that the text reaches are built. The total
+time to build it is at most proportional to the number of characters of all stop strings.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class State:
         self.match: str = strings[0] if len(strings[0]) == depth else inherited
         """The longest stop string at the end of the text; empty if no stop string ends here."""
         self.following: dict[str, State] | None = None
-        """The following states by their last character. A following state has one character more.
-        None until the text continues after this state."""
+        """The states that have this state's characters and one character more, by this last
+        character. None until the text continues after this state."""
 
     @property
     def prefix(self) -> str:
@@ -64,8 +64,9 @@ class StopStrings:
 
     def advance(self, state: State, text: str) -> tuple[State, Found | None]:
         """Returns the state after the new text, and the first stop string that ends in the new
-        text. Later text can complete a stop string that begins with the characters of the state. If
-        several stop strings begin at the same character, the shortest is returned."""
+        text. The characters of the state may be the beginning of a stop string, which later text
+        can complete. If several stop strings begin at the same character, the shortest is
+        returned."""
         found = None
         for end, char in enumerate(text, 1):
             state = self._next(state, char)
@@ -90,8 +91,8 @@ class StopStrings:
             state = state.fail
 
     def _expand(self, state: State) -> dict[str, State]:
-        # ``_next`` follows the failure links and needs ``following`` of each state on this chain.
-        # The loop expands the shortest state first. A recursion instead of the loop could be as
+        # ``_next`` follows the failure links, and needs ``following`` of each state on this chain.
+        # The loop expands the shortest state first. A recursion in place of the loop could be as
         # deep as the number of stop strings.
         chain = []
         one: State | None = state

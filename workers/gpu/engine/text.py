@@ -1,6 +1,6 @@
 """Decodes tokens to text incrementally. Before the end of a sequence, returned text never ends
-inside a character. Returned text contains a stop string only if the string is complete within the
-first ``min_tokens`` tokens."""
+inside a character. Stop strings are not returned, except for a stop string that is complete within
+the first ``min_tokens`` tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .stop_strings import State, StopStrings
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Number of tokens at the end of the prompt that are decoded together with the first new token. The
-text of a token can depend on the tokens before it."""
+"""This number of tokens at the end of the prompt is decoded together with the first new token,
+because the text of a token can depend on the tokens before it."""
 MAX_PENDING_TOKENS = 4
 """Maximum number of tokens that wait for the end of a character. A character has at most 4 bytes in
-UTF-8. If it is incomplete, at most 3 tokens contain its bytes."""
+UTF-8. So an incomplete character has bytes of at most 3 tokens."""
 
 
 class Detokenizer(Protocol):
@@ -41,8 +41,8 @@ class Text(NamedTuple):
     certain: str
     """New text that later tokens cannot change, including text that was held back until now."""
     stop: str = ""
-    """The stop string that was found; ``certain`` ends before it. Empty if no stop string was
-    found."""
+    """The stop string that was found; empty if none was found. ``certain`` ends before the stop
+    string."""
 
     @property
     def stopped(self) -> bool:
@@ -64,10 +64,10 @@ class TextStream:
         skip: int = 0,
         min_tokens: int = 0,
     ) -> None:
-        """``stop``: the stop strings, if the request has any. ``skip``: number of characters at the
-        beginning to leave out. ``min_tokens``: number of tokens at the beginning that do not
-        trigger a search for stop strings. A later token can complete a stop string that begins in
-        the text of these tokens."""
+        """``stop``: the stop strings, if the request has any. ``skip``: this number of characters
+        at the beginning is left out. ``min_tokens``: during the first ``min_tokens`` tokens, the
+        text is not searched for stop strings. A later token can complete a stop string that begins
+        in the text of these tokens."""
         self._detokenizer = detokenizer
         self.stop = stop
         """The stop strings, which all sequences of a request share."""
@@ -162,8 +162,8 @@ def _whole(token: bytes) -> str | None:
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level vocabularies, like GPT-2's, whose tokens are strings of
-    bytes."""
+    """A detokenizer for byte-level vocabularies, such as GPT-2's. Each token of such a vocabulary
+    is a string of bytes."""
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table
@@ -187,8 +187,8 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Returns a replacement character if the last character is incomplete, otherwise an empty
-        string."""
+        """Returns a replacement character if the last character is incomplete, and an empty string
+        if it is not."""
         decoder, self._decoder = self._decoder, None
         return decoder.decode(b"", True) if decoder is not None else ""
 
@@ -205,7 +205,8 @@ class WindowDetokenizer:
     """A detokenizer for tokenizers that are not byte-level. It decodes a short window of tokens
     with and without the new tokens. The new text is the difference of the two results.
 
-    The window has a bounded length, even if tokens never complete a character or have no text.
+    The length of the window is bounded, even if tokens never complete a character or do not have
+    text.
     """
 
     def __init__(
@@ -219,8 +220,8 @@ class WindowDetokenizer:
         self._pending: list[int] = []
         """The tokens whose text was not returned yet."""
         self._incomplete = 0
-        """Number of characters at the end of the context's text that were not returned because
-        they may be incomplete: 0 or 1."""
+        """1 if the last character of the context's text was not returned because it may be
+        incomplete; 0 if all characters were returned."""
 
     def push(self, token: int) -> str:
         """The new text; empty if it would end inside a character."""
@@ -260,8 +261,8 @@ class WindowDetokenizer:
 
     def _shorten(self, sent: int, now: str) -> str:
         # At most 3 tokens at the end belong to an incomplete character. Decoders write one
-        # replacement character for each of them, or one for all of them. The text without these
-        # tokens has fewer replacement characters.
+        # replacement character for each of these tokens, or one for all of them. The text without
+        # these tokens has fewer replacement characters.
         count, text = len(self._pending), now
         for fewer in range(count - 1, count - MAX_PENDING_TOKENS, -1):
             shorter = self._decode(fewer)
@@ -306,8 +307,8 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Maps characters to bytes, as the reverse of GPT-2's map. That map leaves printable bytes as
-    they are, and maps all other bytes to characters from U+0100 on."""
+    """Maps characters to bytes. This is the reverse of GPT-2's map, which maps printable bytes to
+    themselves, and all other bytes to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

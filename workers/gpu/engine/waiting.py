@@ -1,9 +1,9 @@
 """The waiting sequences, in the order in which they are admitted.
 
-The order is by priority, then by the number of running sequences of the client (fewest first), then
-by arrival. In this order, a deferred sequence that was admitted counts as running. A sequence is
-overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go
-before all others, which bounds the wait.
+The order is by priority, then by the number of the client's running sequences (fewest first), then
+by arrival. A deferred sequence that was admitted counts as running here. A sequence is overdue when
+``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences are admitted before
+all others, so the wait is bounded.
 
 Thousands of sequences may wait, so operations do not visit all of them. Most operations are a few
 binary searches (``bisect``) in sorted lists.
@@ -37,16 +37,17 @@ class WaitingQueue:
         self._overdue = _Order(self._shares)
         self._ticks = count()
         self._places: dict[Sequence, tuple[_Order, int]] = {}
-        """For each waiting sequence: the ``_Order`` that contains the sequence, and its tick, which
-        is the number of its insertion."""
+        """For each waiting sequence: the ``_Order`` that contains it, and its tick. Ticks count the
+        insertions into the queue."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
         self._returned: dict[Sequence, None] = {}
         """Waiting sequences that ``put_back`` has added. Only these sequences can have blocks."""
         self._latest: list[int] = []
-        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
-        entries above a newcomer's arrival is the number of sequences that have overtaken the
-        newcomer, or ``MAX_OVERTAKEN`` if there are more."""
+        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. For a new
+        sequence that still waits, the entries above its own arrival are the sequences that have
+        overtaken it. If more than ``MAX_OVERTAKEN`` have overtaken it, all entries are above its
+        arrival."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -89,8 +90,8 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence when it is admitted. The sequence thus overtakes each earlier arrival
-        that still waits."""
+        """Removes a sequence when it is admitted. It overtakes all earlier arrivals that still
+        wait."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:
@@ -143,7 +144,7 @@ class _Order:
 
     Each client and priority has a sorted queue. ``_heads`` is a sorted list of the first sequences
     of all queues. When a client's number of running sequences changes, only the first sequences of
-    its queues are moved.
+    its queues are moved in ``_heads``.
     """
 
     def __init__(self, shares: dict[int, int]) -> None:
@@ -151,8 +152,8 @@ class _Order:
         self._queues: dict[int, dict[int, list[tuple[int, int, Sequence]]]] = {}
         """For each client and priority: the sorted queue of (arrival, tick, sequence)."""
         self._heads: list[tuple[int, int, int, int, Sequence]] = []
-        """(-priority, number of the client's running sequences, arrival, tick, sequence) for the
-        first sequence of each queue."""
+        """For the first sequence of each queue: (-priority, number of the client's running
+        sequences, arrival, tick, sequence)."""
 
     def __bool__(self) -> bool:
         return bool(self._heads)

@@ -1,5 +1,5 @@
-"""Compares the names of models that clients request, and the folders of new weights, with the
-patterns of the setting ``allow``."""
+"""Checks whether the setting ``allow`` permits a name: a model that a client requests, or a folder
+with new weights. The setting is a list of patterns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ GLOB = "*?["
 
 
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a model or a folder that a client names matches one of the patterns.
+    """Whether ``name``, a model or a folder that a client names, matches one of the patterns.
 
     If the name is a path on this machine, ``..`` and symbolic links in the path are resolved first.
-    So the path cannot lead out of an allowed folder. The folders of a pattern before its first
-    character of ``GLOB`` are resolved too. Other names, such as ids of a hub, are compared
-    unchanged.
+    So the path cannot lead out of an allowed folder. In a pattern, the folders before its first
+    wildcard are resolved too. Other names, such as ids of a hub, are compared unchanged.
     """
     if "\0" in name:
         return False
@@ -31,14 +30,14 @@ def is_allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _resolved(pattern: str) -> str:
-    """Resolves the fixed part of a pattern: the folders before its first character of ``GLOB``, or
-    the whole pattern if it has no such character."""
+    """Resolves the fixed part of a pattern: the folders before its first wildcard, or the whole
+    pattern if it has no wildcard."""
     first = min((at for at in map(pattern.find, GLOB) if at >= 0), default=-1)
     if first < 0:
         return os.path.realpath(pattern)
     folder, slash, _ = pattern[:first].rpartition("/")
     if not slash:
-        # Without a fixed folder, "*" allows every path, and "gpt*" only paths under the current
-        # folder.
+        # The pattern has no fixed folder: "*" allows every path, and "gpt*" allows only paths in
+        # the current folder.
         return pattern if pattern.startswith("*") else f"{os.getcwd()}/{pattern}"
     return os.path.realpath(folder or "/").rstrip("/") + pattern[len(folder) :]

@@ -1,4 +1,4 @@
-"""The forward of a model: one interface for all ways to compute it."""
+"""One interface for all the ways to compute the forward of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ForwardBackend(ABC):
     """
 
     why_no_graphs = ""
-    """Why CUDA graphs cannot capture ``compute``; empty if they can."""
+    """The reason why CUDA graphs cannot capture ``compute``; empty if they can."""
     why_no_kernels = ""
     """The reason why the Triton kernels do not compute the layers; empty if they do."""
     why_not_exact = "the kernels of its device were not compared in batches of all sizes"
@@ -43,8 +43,8 @@ class ForwardBackend(ABC):
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of ``packed.rows``, as float32 ``[num_rows, vocab]``.
 
-        ``drawn``: the tokens that the previous step has drawn. They replace the ids that were not
-        known when the step was packed.
+        ``drawn``: the tokens that the previous step has drawn. They replace the ids that were
+        unknown when the step was packed.
         """
         return self.compute(*self.tensors.inputs(packed, drawn)).float()
 

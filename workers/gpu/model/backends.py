@@ -30,16 +30,17 @@ log = logging.getLogger(__name__)
 
 
 class ForwardOptions(NamedTuple):
-    """The settings of a model's forwards."""
+    """The settings that decide how a model's forwards are computed."""
 
     compiled: bool = False
     """Whether forwards may run through torch.compile. torch.compile is used only if the compiled
     logits equal the model's own logits, and the model has one rank. The first step that needs a new
     compiled form is slow."""
     fixed_threads: bool = False
-    """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
+    """Whether every forward on a CPU uses all threads of torch. If not, a forward uses fewer
+    threads when this is faster."""
     exact: bool = True
-    """Whether to use kernels that compute the same bits for a row in every batch, if the backend
+    """Whether to use kernels that compute the same bits for a row in every batch. Not every backend
     has such kernels."""
 
 

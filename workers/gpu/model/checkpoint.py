@@ -31,11 +31,12 @@ class Checkpoint:
         return self.options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
     def fetched(self) -> Checkpoint:
-        """Returns a checkpoint whose GGUF file is local. A GGUF file on a hub is downloaded unless
-        the cache has it. A checkpoint without a GGUF file is returned unchanged.
+        """Returns a checkpoint whose GGUF file is local. If the GGUF file is on a hub and not in
+        the cache, it is downloaded. A checkpoint without a GGUF file is returned unchanged.
 
-        Without the local file, transformers would ignore the revision, and read the tokenizer from
-        the file in the branch ``main``. Raises OSError if the file cannot be downloaded.
+        If the file were not local, transformers would ignore the revision, and would read the
+        tokenizer from the file in the branch ``main``. Raises OSError if the file cannot be
+        downloaded.
         """
         file = self.options.get("gguf_file")
         if file is None or Path(self.place).is_dir():

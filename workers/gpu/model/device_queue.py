@@ -1,9 +1,9 @@
 """A device as a queue: work is submitted in order, and its results are read later.
 
-On CUDA the queue is the current stream. ``submit`` calls the submitted function at once, and the
-function only enqueues kernels. An event is recorded after these kernels, and the result is complete
-when the device has reached this event. On other devices, one thread runs the work in order. If
-steps do not overlap with the host's work, ``submit`` itself runs the work.
+On CUDA the queue is the current stream. ``submit`` calls the submitted function at once. The
+function only enqueues kernels. ``submit`` then records an event. The result is complete when the
+device has reached this event. On other devices, one thread runs the work in order. If steps do not
+overlap with the host's work, ``submit`` itself runs the work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Work(Generic[T]):
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - began
-        # The tensors that the function refers to are freed now, not with the result.
+        # The function is dropped now, so that the tensors to which it refers are freed before the
+        # result is.
         self._run = None
         self._over.release()
 
@@ -135,8 +136,8 @@ class ThreadQueue:
 
 
 def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
-    # OpenMP has a separate number of threads for each calling thread, so this thread sets the
-    # number too.
+    # In OpenMP, each calling thread has its own setting of the number of threads. So this thread
+    # sets the number too.
     torch.set_num_threads(num_threads)
     while (work := orders.get()) is not None:
         work.do()
@@ -179,8 +180,8 @@ def together_on_device(arrays: Sequence[np.ndarray], device: torch.device) -> li
 
 
 def device_queue(device: torch.device, overlap: bool) -> DeviceQueue:
-    """The queue of a device. ``overlap``: whether work runs while the caller continues; on CUDA, it
-    always does."""
+    """The queue of a device. ``overlap``: whether work runs while the caller continues. On CUDA,
+    work always does."""
     if device.type == "cuda":
         return StreamQueue(device)
     return ThreadQueue() if overlap else InlineQueue()

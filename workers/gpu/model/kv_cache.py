@@ -26,8 +26,8 @@ one block or a part of a block."""
 
 CPU_BYTES = 1 << 30
 CPU_PART = 0.25
-"""The maximum size of the cache on a CPU is ``CPU_BYTES`` or this fraction of the free memory,
-whichever is less."""
+"""The maximum size of the cache on a CPU is this fraction of the free memory, but at most
+``CPU_BYTES``."""
 
 
 Kernel = Literal["gather", "varlen", "fa3", "triton"]
@@ -51,8 +51,8 @@ class Layout(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether a GPU kernel reads the blocks in place. Otherwise the blocks are gathered for
-        SDPA, or native code on a CPU reads them."""
+        """Whether a GPU kernel reads the blocks in place. If not, the blocks are gathered for SDPA,
+        or native code on a CPU reads them."""
         return self.kernel != "gather"
 
     @property
@@ -134,7 +134,8 @@ class KVCache:
 
 
 class Mirror:
-    """A contiguous copy of the keys and values of sequences that decode, reused from step to step.
+    """A contiguous copy of the keys and values of the sequences that decode. It is reused from step
+    to step.
 
     A layer's keys and values are ``[batch * kv_heads, room, dim]``. ``room``: capacity for each
     sequence, in tokens; a multiple of the block size. The keys of one head are contiguous.

@@ -43,7 +43,7 @@ from .weights import weights_version
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[float, str], None]
-"""A function that is called with the loaded fraction, 0 to 1, and the current stage."""
+"""A function to call with the loaded fraction, 0 to 1, and the current stage."""
 
 LOADED = 0.95
 """The fraction that is reported (``OnProgress``) when the model is in memory."""
@@ -52,12 +52,12 @@ PROBE = "tokenbus_probe"
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
 """Greatest allowed difference between the logits of a forward with plain attention (``_probe``) and
-with transformers' own attention, relative to the standard deviation of the logits. Rounding in
-bfloat16 causes smaller differences. Attention that the engine does not support causes far larger
-differences."""
+the logits of a forward with transformers' own attention. The difference is relative to the standard
+deviation of the logits. Rounding in bfloat16 causes smaller differences. Attention that the engine
+does not support causes far larger differences."""
 
 OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
-"""Types of encoders whose first position is the id of the padding token plus 1, so that fewer
+"""Types of encoders that number positions from the id of the padding token plus 1. So fewer
 positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
@@ -81,7 +81,7 @@ class LoadedModel:
     ids."""
     vocab_size: int
     context_length: int
-    """Maximum number of tokens of prompt and output together."""
+    """Maximum number of tokens of a sequence: its prompt and its output."""
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, int]
     """The ids of the special tokens by role (``special_tokens.py``), for controllers."""
@@ -99,8 +99,8 @@ class LoadedModel:
     soft_caps: bool = False
     """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
-    """The model's forward with few operations. If this field is None, the engine runs the model's
-    own modules."""
+    """Computes the model's forward with few operations. If this field is None, the engine runs the
+    model's own modules."""
     ranks: Ranks | None = None
     """The other ranks, if the model is spread over several devices."""
     weights: str = ""
@@ -142,8 +142,8 @@ def load_model(
 
     ``dtype`` ``auto`` is float32 on a CPU, and the checkpoint's own type on a GPU. Quantized
     checkpoints load as in transformers. ``quantize`` ``int8`` or ``int4`` quantizes the weights of
-    other checkpoints. ``parallel``: whether this process is one of several ranks, and loads its
-    part. Raises ModelLoadError.
+    other checkpoints. ``parallel``: whether this process is one of several ranks, and loads only
+    its part of the model. Raises ModelLoadError.
     """
     where = _device(device)
     if quantize == "int4" and dtype == "auto":
@@ -185,8 +185,8 @@ def load_model(
 
 
 def _avoid_failing_attention(model: Any) -> None:
-    """Turns torch's flash attention off if it fails on this CPU. It fails for 64 rows of a 16-bit
-    type if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` selects a lower instruction
+    """Turns torch's flash attention off if it fails on this CPU. For 64 rows of a 16-bit type, it
+    fails if oneDNN uses AMX or AVX-512 while ``ATEN_CPU_CAPABILITY`` selects a lower instruction
     set."""
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
         return
@@ -213,8 +213,9 @@ def _quantized(name: str, model: Any, tokenizer: Any, kind: str) -> LoadedModel:
 def wrap_model(
     name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
 ) -> LoadedModel:
-    """Prepares a loaded model of transformers for the engine. ``parallel``: whether the model is
-    one rank's part, which is not fused. Raises ModelLoadError if the engine cannot run it.
+    """Prepares a loaded model of transformers for the engine. ``parallel``: whether ``model`` is
+    one rank's part of a model; such a part is not fused. Raises ModelLoadError if the engine cannot
+    run the model.
     """
     config = model.config.get_text_config()
     embeddings = model.get_output_embeddings()
@@ -297,8 +298,8 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Atte
     """Runs a forward over a few tokens, and records the shapes of each layer's keys and values and
     the options of the layer's attention.
 
-    Raises ModelLoadError if the forward fails, or if its logits differ from those of a forward with
-    transformers' own attention.
+    Raises ModelLoadError if the forward fails, or if its logits differ from the logits of a forward
+    with transformers' own attention.
     """
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -357,8 +358,8 @@ def _fused(
     options: dict[int, AttentionOptions],
 ) -> FusedDecoder | None:
     """The model as a FusedDecoder. None if the structure of the model is unknown, or if the
-    decoder's logits differ from the model's logits. Positions up to the end of the context are
-    compared."""
+    decoder's logits differ from the model's logits. The comparison includes positions up to the end
+    of the context."""
 
     def attend(
         layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any
@@ -528,8 +529,8 @@ def _token_size(tokenizer: Any, tokenizer_json: bytes | None) -> TokenSize | Non
     if tokenizer is None:
         return None
     with suppress(Exception):
-        # The first call sets the tokenizer's option for special tokens. Later calls, which may be
-        # on several threads, then do not change the option.
+        # The first call sets the tokenizer's option for special tokens. Later calls may be on
+        # several threads, and do not change the option.
         tokenizer.encode("a")
     if tokenizer_json is None:
         return token_size(tokenizer.get_vocab(), byte_level=False, shortens=True)

@@ -32,9 +32,9 @@ DEVICE_PART = 0.9
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
-"""Number of steps that ``_sample`` runs for a batch. The second of these steps also computes random
-numbers for many later steps (``races.Ahead``). The third step gets a position after these later
-steps, and so computes the next random numbers."""
+"""Number of steps that ``_sample`` runs for a batch. The second step also computes random numbers
+for many later steps (``races.Ahead``). ``_sample`` skips these later steps. So the third step has
+to compute further random numbers."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling parameters that take the most memory: ``top_p`` needs the vocabulary sorted."""
 
@@ -44,10 +44,10 @@ def cache_bytes(
 ) -> int:
     """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the model's fraction of the usable memory, which is ``DEVICE_PART`` of the device's
-    memory. This fraction is for the weights of the model and of ``others`` (its draft model), for
-    ``step_bytes`` and for the cache. The cache is smaller if other processes and models leave less
-    memory. Raises ModelLoadError if fewer than ``MIN_BLOCKS`` blocks fit.
+    The usable memory is ``DEVICE_PART`` of the device's memory. ``part``: the fraction of the
+    usable memory that the model may take, for its weights, the weights of ``others`` (its draft
+    model), ``step_bytes`` and the cache. If other processes and models leave less memory, the cache
+    is smaller. Raises ModelLoadError if fewer than ``MIN_BLOCKS`` blocks fit.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)
@@ -82,8 +82,7 @@ def largest_step_bytes(
 
     The result is the sum of three parts: the peak of the largest step, the memory pool of the CUDA
     graphs, and the kept logits of deferred sequences. The pool is counted only if the attention
-    reads blocks in place. The pool takes at most the peak of a forward, because all graphs share
-    it.
+    reads blocks in place. All graphs share the pool, so it takes at most the peak of one forward.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
@@ -95,7 +94,8 @@ def largest_step_bytes(
     device = loaded.device
     of_forward = _peak(device, lambda: _logits(runner, sampled))
     of_steps = []
-    # Measures steps in which no sequence, each sequence, or every second sequence has an adapter.
+    # Measures three kinds of steps: no sequence has an adapter, each sequence has one, or every
+    # second sequence has one.
     for adapters in ((0,), (1,), (0, 1)) if loaded.adapters is not None else ((0,),):
         for chunk, adapter in zip((*sampled, *scored), cycle(adapters), strict=False):
             chunk.sequence.block_table.adapter = adapter

@@ -102,7 +102,7 @@ class Models:
         return dict(self._engines)
 
     def infos(self) -> list[ModelInfo]:
-        """The public facts about the loaded models; safe on another thread."""
+        """The public facts about the loaded models. Any thread may read them."""
         return [
             model_info(engine, adapter)
             for engine in list(self._engines.values())
@@ -110,13 +110,13 @@ class Models:
         ]
 
     def split(self, name: str) -> tuple[str, str]:
-        """The model and the LoRA adapter for which a name stands. The adapter is empty if the name
-        is the model's own."""
+        """The model and the LoRA adapter for which a name stands. If the name is a model's own
+        name, the adapter is empty."""
         return (self.default, name) if name in self._folders else (name, "")
 
     def get(self, name: str) -> Engine | None:
-        """Returns the engine of a model, and marks the model as the most recently used; None if the
-        model is not loaded."""
+        """Returns the engine of a model, and marks the model as the most recently used. Returns
+        None if the model is not loaded."""
         if name in self._engines:
             self._engines.move_to_end(name)
         return self._engines.get(name)
@@ -151,9 +151,9 @@ class Models:
         return max(0, len(self._engines) - self._settings.max_models)
 
     def evict(self, used: Container[str]) -> list[str]:
-        """Unloads the least recently used models that are not in ``used``, until at most
-        ``max_models`` are left, if possible. The most recently used model always stays. Returns the
-        names of the unloaded models."""
+        """Unloads models that are not in ``used``, the least recently used first, until at most
+        ``max_models`` are left or no further model can be unloaded. The most recently used model
+        always stays. Returns the names of the unloaded models."""
         idle = [name for name in list(self._engines)[:-1] if name not in used]
         evicted = idle[: self.excess]
         for name in evicted:
@@ -161,8 +161,7 @@ class Models:
             if self._ranks is not None:
                 self._ranks.drop(name)
         if evicted:
-            # torch caches freed memory, which would not count as free for the KV cache of the
-            # next model.
+            # torch caches freed memory. The KV cache of the next model could not use this memory.
             torch.cuda.empty_cache()
         return evicted
 
@@ -173,7 +172,7 @@ class Models:
             self._ranks.drop(name)
 
     def close(self) -> None:
-        """Ends the loader's thread after the loads that are queued."""
+        """Ends the loader's thread when it has loaded the queued models."""
         self._wanted.put(None)
 
     # --- the loader's thread --------------------------------------------------------------------

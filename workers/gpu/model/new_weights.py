@@ -2,8 +2,8 @@
 
 ``read_weights`` reads and checks all weights of a folder into host memory, on any thread, while the
 model runs. ``read_received`` does the same for a file that has arrived over the bus.
-``NewWeights.copy_into`` then copies them into the model, between two steps. The model's tensors
-keep their addresses, so that native code and CUDA graphs read the new weights.
+``NewWeights.copy_into`` then copies the weights into the model, between two steps. The model's
+tensors keep their addresses, so that native code and CUDA graphs read the new weights.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class _File:
 
 
 def read_weights(loaded: LoadedModel, folder: str, version: int) -> NewWeights:
-    """Reads the weights of a folder, and checks their names, shapes, types and values against the
-    loaded model, which does not change.
+    """Reads the weights of a folder. Checks that their names, shapes, types and values fit the
+    loaded model. The model does not change.
 
     Raises WeightsError.
     """
@@ -179,14 +179,15 @@ def _tensors_of(files: Iterable[_File]) -> dict[str, _File]:
 
 
 def _plain(name: str) -> str:
-    """Returns ``name`` if it is a file name without a folder. Raises WeightsError otherwise."""
+    """Returns ``name`` if it is a file name without a folder. If it is not, raises WeightsError."""
     if os.path.basename(name) != name:
         raise WeightsError(f"{INDEX} names the file {name!r}; expected a file of the same folder")
     return name
 
 
 def _check_names(own: Mapping[str, torch.Tensor], files: Mapping[str, _File], source: str) -> None:
-    """Raises WeightsError unless the files have each tensor of the model and no other."""
+    """Raises WeightsError if the files lack a tensor of the model, or have a tensor that the model
+    does not have."""
     there = {place(own[name]) for name in files if name in own}
     for name, tensor in own.items():
         if place(tensor) not in there:

@@ -55,6 +55,11 @@ def check_poolable(loaded: LoadedModel) -> None:
         raise RequestError(Code.UNSUPPORTED, what, path="$.model")
 
 
+def vector_bytes(loaded: LoadedModel) -> int:
+    """The memory of one vector of a model, in bytes."""
+    return 4 * int(loaded.model.config.get_text_config().hidden_size)
+
+
 @torch.inference_mode()
 def pooled(
     loaded: LoadedModel, texts: Sequence[list[int]], poolings: list[Pooling]

@@ -1,4 +1,4 @@
-"""Short forwards by which a faster backend is compared with a slower one."""
+"""Short forwards with which a faster backend is compared with a slower backend."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROBE_TOKENS = 4
 
 
 class Probes:
-    """Forwards that use only the last block of a KV cache, because this block is never allocated to
-    a sequence."""
+    """Makes forwards that use only the last block of a KV cache. This block is never allocated to a
+    sequence."""
 
     def __init__(self, tensors: StepTensors, layout: Layout) -> None:
         self._tensors = tensors

@@ -1,7 +1,8 @@
 """Quantizes the weights of a loaded model with torchao, and measures how much the logits change.
 
-Only the weights of the decoder layers' linear modules are quantized, with a scale for each output
-(int8) or for each group of 32 inputs (int4). Embeddings and the output layer keep their type.
+Only the weights of the decoder layers' linear modules are quantized. In int8, each output has a
+scale. In int4, each group of 32 inputs has a scale. Embeddings and the output layer keep their
+type.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _apply(model: Any, chosen: set[torch.nn.Module], kind: str) -> None:
 
         config: Any = Int8WeightOnlyConfig(set_inductor_config=False)
         if kind == "int4" and model.device.type == "cpu":
-            # torchao supports int4 on a CPU only in its prototypes.
+            # On a CPU, only the prototypes of torchao support int4.
             from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
             config = PrototypeInt4WeightOnlyConfig(GROUP, set_inductor_config=False)

@@ -166,8 +166,8 @@ class Ranks:
 
 
 MEETING_PLACE = "RANKS_MEET_AT"
-"""The environment variable with the path of the file over which torch.distributed connects the
-ranks."""
+"""The name of an environment variable. Its value is the path of the file over which
+torch.distributed connects the ranks."""
 
 
 def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:

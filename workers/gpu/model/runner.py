@@ -1,4 +1,4 @@
-"""Runs the model over a step's batch, on this rank and on the others."""
+"""Runs the model over a step's batch, on this rank and on the other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 DEFAULTS = ForwardOptions()
 NATIVE_ATTENTION = "native code over blocks"
-"""The name of the attention if native code computes all steps, for logs and users."""
+"""The name of the attention in logs and answers to users, if native code computes all steps."""
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Forward:
 
     num_rows: int
     work: Work[torch.Tensor]
-    """The work that computes the logits ``[num_rows, vocab]`` (float32) of the tokens from each
-    chunk's ``first_row`` to its end."""
+    """The work that computes the logits ``[num_rows, vocab]`` (float32). In each chunk, these are
+    the logits of the tokens from the chunk's ``first_row`` to its end."""
 
 
 class Runner:
@@ -86,7 +86,7 @@ class Runner:
 
     @property
     def _why_no_graphs(self) -> str:
-        """Why no CUDA graphs can be captured; empty if graphs can be captured."""
+        """The reason why CUDA graphs cannot be captured; empty if they can."""
         if not self._layout.in_place:
             return "the attention gathers blocks, and their number differs from step to step"
         if self._ranks is not None:
@@ -105,8 +105,8 @@ class Runner:
         self._cache.clear_blocks([spare])
 
     def drop_graphs(self) -> None:
-        """Runs all further steps without CUDA graphs, so that steps with and without graphs can be
-        compared."""
+        """Drops the CUDA graphs, so that further steps run without graphs and can be compared with
+        steps that had graphs."""
         if isinstance(self.backend, CudaBackend):
             self.backend = self.backend.base
 
@@ -155,8 +155,8 @@ class Runner:
         self.backend.refresh()
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
-        """Returns the chunks of a step in the order of their rows, and the inputs of the forward
-        that computes them."""
+        """Returns the chunks of a step in the order of their rows, and the inputs of the step's
+        forward."""
         if self._adapted is not None:
             adapted = [c for c in batch.chunks if c.sequence.block_table.adapter]
             if adapted:
@@ -195,11 +195,11 @@ class Runner:
         """Submits the forward of a step to the device queue.
 
         ``drawn`` is called when the queue reaches the forward. It returns the tokens that the
-        previous step has sampled, whose ids are not on the host yet.
+        previous step has sampled. The ids of these tokens are not on the host yet.
         """
         if packed.copies:
-            # Blocks are copied in separate work. The copies must be made even if the forward fails,
-            # because the block tables already contain the new blocks.
+            # The blocks are copied in a separate ``Work``. They must be copied even if the forward
+            # fails, because the block tables already contain the new blocks.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
         return Forward(packed.num_rows, work)

@@ -1,7 +1,8 @@
 """The special tokens of a model by role. A controller requests a token by the name of its role.
 
-The tokenizer names most of these tokens. The turn markers are found in the text of the chat
-template. The template is not run, because it is code from the publisher of the model.
+The tokenizer names most of these tokens. The markers that begin and end a turn of a chat are found
+in the text of the chat template. The template is not run, because it is code from the publisher of
+the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _PROMPT = "add_generation_prompt"
 
 def special_tokens(tokenizer: Any, eos: Collection[int]) -> dict[str, int]:
     """The ids of the special tokens by role (``SpecialToken.role``), without roles that the model
-    does not have. ``eos``: the tokens that end the model's text; one of them may end a turn."""
+    does not have. ``eos``: the tokens that end the model's text. One of these tokens may also end a
+    turn."""
     found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
     template = _template(tokenizer)
     if template:
@@ -48,9 +50,9 @@ def _turn_start(template: str, added: Mapping[str, int]) -> int | None:
 def _turn_end(
     template: str, added: Mapping[str, int], eos: Collection[int], tokenizer: Any
 ) -> int | None:
-    """The token among ``eos`` that the template writes most often. Without such a token, the
-    tokenizer's end-of-sequence token if the template writes the variable ``eos_token``, otherwise
-    None."""
+    """The token among ``eos`` that the template writes most often. If the template writes none of
+    them, but writes the variable ``eos_token``, the tokenizer's end-of-sequence token. If it writes
+    neither, None."""
     ends = [name for name in _occurrences(template, added) if added[name] in eos]
     if ends:
         return added[Counter(ends).most_common(1)[0][0]]
@@ -58,6 +60,7 @@ def _turn_end(
 
 
 def _occurrences(text: str, added: Mapping[str, int]) -> list[str]:
-    """The special tokens in a text, in order; the longest if several match at one place."""
+    """The special tokens in a text, in order. If several tokens match at one place, the longest
+    token is found."""
     names = sorted((name for name in added if name and name in text), key=len, reverse=True)
     return re.findall("|".join(map(re.escape, names)), text) if names else []

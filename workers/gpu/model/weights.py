@@ -17,7 +17,7 @@ HASHED = 2**24
 
 
 def weights_version(model: Any) -> str:
-    """The version of the loaded weights: the first 32 hexadecimal digits of a SHA-256 of all
+    """The version of the loaded weights. It is the first 32 hexadecimal digits of a SHA-256 of all
     weights, with their names, types and shapes. If the model is spread over several devices, only
     this rank's parts are hashed.
 

@@ -1,5 +1,5 @@
-"""A safetensors file that one GPU worker makes of its weights and another worker receives in
-parts."""
+"""A safetensors file with weights. One GPU worker makes the file from its own weights, and another
+worker receives it in parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightsFile:
 
     Equal weights of equal types give equal files. If several weights are tied, the file has only
     the first of them. Raises WeightsError if the weights of the model cannot be replaced, because
-    no worker could use the file then.
+    then no worker could use the file.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -95,8 +95,8 @@ class WeightsFile:
 class ReceivedFile:
     """A safetensors file that arrives in parts, in order, and is kept in memory.
 
-    Raises WeightsError if the file is larger than a file with the weights of ``loaded`` can be, or
-    if the machine does not have the memory.
+    Raises WeightsError if ``size`` is above the largest possible size of a file with the weights of
+    ``loaded``, or if the machine does not have enough memory.
     """
 
     def __init__(self, loaded: LoadedModel, size: int) -> None:

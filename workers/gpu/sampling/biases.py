@@ -1,8 +1,9 @@
 """Logit biases of requests and controllers: float32 numbers that are added to a row of logits.
 
 A controller's bias has the format of ``StepResult.bias_row``. A sparse bias consists of the number
-of pairs, and then the pairs of a token and its value, ordered by token. A dense bias consists of 0,
-and then a value for each token of the vocabulary. A value of minus infinity forbids its token.
+of its pairs, followed by the pairs. A pair is a token and its value, and pairs are ordered by
+token. A dense bias consists of 0, followed by a value for each token of the vocabulary. A value of
+minus infinity forbids its token.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ import numpy as np
 from ....protocol.errors import Code, ControllerError
 
 MAX_BIAS = 1e20
-"""Larger biases of requests are reduced to this number. Sums of biases and penalties then stay
-finite in float32, also after a division by the lowest temperature. An infinite logit would make the
-probabilities of its row NaN."""
+"""If the bias of a request is larger, it is reduced to this number. Sums of biases and penalties
+then stay finite in float32, even after a division by the lowest temperature. An infinite logit
+would make the probabilities of its row NaN."""
 
 
 @dataclass(slots=True, eq=False)
 class Bias:
-    """Biases for the logits of a sequence's next token. All sequences of a request share one object
-    for the request's ``logit_bias``."""
+    """Biases for the logits of a sequence's next token. All sequences of a request share the object
+    of the request's ``logit_bias``."""
 
     values: np.ndarray
     """The bias of each token, float32 ``[num_tokens]``, or ``[vocab]`` if ``tokens`` is None."""
     tokens: np.ndarray | None = None
-    """The tokens that have a bias, int64, ascending; None if all tokens of the vocabulary have
-    one."""
+    """The tokens that have a bias, int64, ascending; None if all tokens of the vocabulary have a
+    bias."""
 
     def of(self, token: int) -> float:
-        """The bias of one token; 0 if the token has none."""
+        """The bias of one token; 0 if the token does not have a bias."""
         if self.tokens is None:
             return float(self.values[token])
         place = int(np.searchsorted(self.tokens, token))

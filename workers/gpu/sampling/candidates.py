@@ -1,8 +1,8 @@
-"""Reports the distribution that a token was drawn from, for requests that ask for it.
+"""Reports the distribution from which a token was drawn, for requests that ask for it.
 
-A trainer that learns from sampled tokens needs two facts about each token. The first is its
-log-probability after bias, penalties, mask and temperature. The second is its candidates: the
-tokens that ``top_k``, ``top_p``, ``min_p`` and the mask allowed.
+A trainer that learns from sampled tokens needs two facts about each token. The first is the
+log-probability with which it was drawn, after bias, penalties, mask and temperature. The second is
+the *candidates*: the tokens that ``top_k``, ``top_p``, ``min_p`` and the mask allowed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class Candidates:
-    """Reports about the tokens of some rows. The device may still copy the tensors to the host. So
-    the parts of a column are joined only when the column is read."""
+    """Reports about the tokens of some rows. The parts of a column are joined only when the column
+    is read, because the device may still copy the tensors to the host."""
 
     processed_rows: Sequence[int]
     """The rows that report ``Token.processed``."""
@@ -109,7 +109,8 @@ def _selected(rows: Sequence[int], which: np.ndarray) -> list[int]:
 
 
 def _which(wanted: np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
-    """The index of the wanted rows. If all rows are wanted, the index does not copy the rows."""
+    """An index that selects the wanted rows. If all rows are wanted, indexing does not copy the
+    rows."""
     if wanted.all():
         return slice(None)
     return on_device(np.flatnonzero(wanted), like.device)
@@ -129,9 +130,9 @@ def candidate_columns(
 
 
 def packed_ids(kept: np.ndarray) -> int | bytes:
-    """``Token.kept`` in the form of a column: the ids of the candidates, or their number if there
-    are more than ``MAX_KEPT`` or if all tokens are candidates. ``kept``: whether each token was a
-    candidate."""
+    """``Token.kept`` in the form of a column. This is the ids of the candidates. If there are more
+    than ``MAX_KEPT`` candidates, or if all tokens are candidates, it is their number. ``kept``:
+    whether each token was a candidate."""
     ids = np.flatnonzero(kept)
     return len(ids) if len(ids) == len(kept) or len(ids) > MAX_KEPT else _u32(ids)
 

@@ -1,4 +1,4 @@
-"""The facts that controllers query about the distribution of a sequence's next token."""
+"""Answers the queries of controllers about the distribution of a sequence's next token."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Answers:
     queries: Mapping[int, Query]
     """The queries, by row of the step."""
     numbers: torch.Tensor
-    """float64 ``[2, num_queries]``: the rank of the sampled token (0 without one), and the entropy
-    of the distribution. This tensor and those below are on the host, and valid when the device has
-    finished the copy."""
+    """float64 ``[2, num_queries]``: the rank of the sampled token (0 if no token was sampled), and
+    the entropy of the distribution. All tensors of this class are on the host, and become valid
+    when the device has finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
     """The most likely tokens ``[num_queries, most]`` and their log-probabilities."""
     scores: torch.Tensor | None
-    """``[num_queries, most]``: the log-probabilities of the tokens that each query names, padded at
-    the right."""
+    """``[num_queries, most]``: for each query, the log-probabilities of the tokens that it names,
+    padded at the right."""
 
     def fetch(
         self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()
     ) -> dict[int, Distribution]:
-        """The answer for each row with a query. ``tokens`` and ``logprobs``: the sampled tokens of
-        all rows of the step, and their log-probabilities; empty if no token was sampled (``look``).
-        The device must have finished the copy."""
+        """The answer for each row with a query. ``tokens``: the sampled tokens of all rows of the
+        step. ``logprobs``: their log-probabilities. Both are empty if no token was sampled
+        (``look``). The device must have finished the copy."""
         ranks, entropies = self.numbers.tolist()
         likely = [part.tolist() for part in self.likely] if self.likely is not None else None
         scores = self.scores.tolist() if self.scores is not None else None
@@ -61,8 +61,8 @@ class Answers:
                 answer.scores = dict(zip(query.tokens, scores[place], strict=False))
             for reported in (answer.top, answer.scores):
                 if token in reported:
-                    # The sampler's log-probability replaces this log-probability, which may differ
-                    # in the last bit.
+                    # The sampler's log-probability replaces the log-probability here, because the
+                    # two may differ in the last bit.
                     reported[token] = logprob
             found[row] = answer
         return found
@@ -70,8 +70,8 @@ class Answers:
 
 @torch.inference_mode()
 def look(logits: torch.Tensor, looks: Sequence[tuple[int, Query]]) -> Answers:
-    """Answers queries about rows of ``logits`` ``[rows, vocab]`` without sampling. ``looks``: pairs
-    of a row's number and a query. The key of an answer is the index of its pair in ``looks``."""
+    """Answers queries about rows of ``logits`` ``[rows, vocab]``, without sampling. ``looks``:
+    pairs of a row and a query. The key of an answer is the index of its pair in ``looks``."""
     rows = on_device(np.array([row for row, _ in looks], dtype=np.int64), logits.device)
     own = logits.index_select(0, rows)
     ranks = torch.zeros(len(looks), device=logits.device)
@@ -88,7 +88,7 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
         rows = on_device(np.array(list(queries), dtype=np.int64), device)
         own, chosen = logits.index_select(0, rows), chosen.index_select(0, rows)
     sampled = own.gather(-1, chosen.unsqueeze(-1))
-    # On a CPU, summing floats takes a third of the time that summing booleans takes.
+    # On a CPU, summing floats takes a third of the time of summing booleans.
     more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)
     return _answered(own, torch.gt(own, sampled, out=more_likely).sum(-1) + 1, queries)
 

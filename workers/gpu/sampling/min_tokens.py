@@ -1,8 +1,8 @@
 """Excludes tokens that would end a sequence before it has ``min_tokens`` generated tokens.
 
-The position of a row's token is the number of tokens that its sequence has generated. So the
-position alone decides whether the row may end its sequence. This also holds for the tokens of a
-draft, while steps overlap, and after the sequence has moved from another worker.
+The position of a row's token is the number of tokens that its sequence has generated before. So the
+position alone decides whether the token may end the sequence. This is also true for the tokens of a
+draft, if steps overlap, and after the sequence has moved from another worker.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Least(NamedTuple):
 
     min_tokens: int
     ends: Sequence[int]
-    """The tokens that are excluded before ``min_tokens`` tokens: end-of-sequence tokens and ids of
-    ``stop``."""
+    """The tokens that are excluded until the sequence has ``min_tokens`` tokens: end-of-sequence
+    tokens and ids of ``stop``."""
 
 
 class MinTokens:
-    """The minimum lengths of the rows whose requests have ``min_tokens``. Minimum lengths do not
-    change from token to token."""
+    """The minimum lengths of the rows whose requests have ``min_tokens``. They are the same in each
+    step."""
 
     def __init__(self, rows: Mapping[int, Least]) -> None:
         self._rows = np.array([*rows], dtype=np.int64)
@@ -52,7 +52,8 @@ class MinTokens:
 
 def exclude(logits: torch.Tensor, excluded: Mapping[int, np.ndarray]) -> None:
     """Sets the logits of excluded tokens to minus infinity, in place. ``excluded``: the excluded
-    tokens, by row of ``logits``. A row in which only excluded tokens are allowed stays as it is."""
+    tokens, by row of ``logits``. If all allowed tokens of a row are excluded, the row is not
+    changed."""
     rows = np.repeat(np.array([*excluded], dtype=np.int64), [len(e) for e in excluded.values()])
     places = np.stack([rows, np.concatenate([*excluded.values()])])
     index, tokens = on_device(places, logits.device)

@@ -1,4 +1,4 @@
-"""The reductions of whole rows of logits for sampling on a CPU, in one call of native code
+"""Reduces whole rows of logits for sampling on a CPU, in one call of native code
 (``model/cpu_native/rows.c``)."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from ..model.cpu_native.library import address, library
 
 def reduce_rows(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
     """Reduces the rows of ``logits`` ``[n, vocab]``; returns two arrays. The first, int64 ``[n]``,
-    has the most likely token of each row, the lowest id among equals. The second, float64 ``[3,
-    n]``, has the form of ``OnHost.numbers``: these tokens, their log-probabilities, and 1 for each
-    row.
+    has the most likely token of each row. If several tokens are equally likely, it has the lowest
+    id. The second, float64 ``[3, n]``, has the form of ``OnHost.numbers``: these tokens, their
+    log-probabilities, and 1 for each row.
 
     A log-probability is NaN if the row contains NaN, or only -inf. Returns None if torch must
     reduce the rows. This is the case if the rows are not contiguous float32 on the CPU, or if this

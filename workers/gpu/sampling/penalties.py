@@ -14,8 +14,8 @@ from .races import costs_launches
 from .token_counts import TokenCounts
 
 MAX_ENTRIES = 2**18
-"""Maximum number of penalised tokens of the rows that are processed at a time; a row that has more
-is processed alone. This number bounds the memory of the temporary tensors."""
+"""Rows are processed in groups that have at most this number of penalised tokens. A row with more
+penalised tokens is processed alone. This number bounds the memory of the temporary tensors."""
 MAX_FACTOR = 1e6
 """Bound on the factor by which a ``repetition_penalty`` changes a logit, so that logits stay finite
 in float32 (``MAX_BIAS``). A factor that is 0 or infinite in float32 would make logits NaN."""

@@ -1,22 +1,23 @@
-"""Draws a token from each row of logits, robust to rounding differences of the logits.
+"""Draws a token from each row of logits. Rounding differences of the logits rarely change the
+token.
 
-Candidates of weights ``w`` run a race: each arrives after the time ``E / w``, where each ``E`` is
-an independent exponential random number. The candidate that arrives first is drawn; candidate i
+The candidates run a race. A candidate of weight ``w`` arrives after the time ``E / w``, where ``E``
+is an independent exponential random number. The candidate that arrives first is drawn. Candidate i
 wins with probability ``w[i] / sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954;
 Maddison, Tarlow, Minka 2014). A change of the logits by 1e-6 changes the winner only if the two
-earliest arrivals are nearly equal.
-Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
-boundaries of all later tokens.
+earliest arrivals are nearly equal. Inverting the cumulative distribution would be far more
+sensitive: a change of one weight moves the boundaries of all later tokens.
 
 If all tokens of the vocabulary are candidates, the vocabulary is divided into parts of a few
-hundred tokens. The parts race first, each with the sum of its tokens' weights. Then the tokens of
-the winning part race. The probabilities are the same, and a vocabulary of 131,072 tokens takes 768
-random numbers. With ``top_k``, only the remaining tokens race.
+hundred tokens. The parts race first. The weight of a part is the sum of its tokens' weights. Then
+the tokens of the winning part race. The probabilities are the same, and a vocabulary of 131,072
+tokens needs only 768 random numbers. With ``top_k``, only the tokens that ``top_k`` keeps race.
 
-The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and the
-candidate's number, in 64-bit integers, so that all devices compute equal numbers. The key is
-derived from (seed, sequence, position). The logarithm of a uniform number is -E. A uniform number
-has 53 bits, so that even a token of probability 1e-9 is drawn with this probability.
+The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) computes each number from
+the row's key and the candidate's number. It uses 64-bit integers, so all devices compute equal
+numbers. The key is derived from (seed, sequence, position). The logarithm of a uniform number is
+-E. A uniform number has 53 bits, so even a token of probability 1e-9 is drawn with this
+probability.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from ..model.device_queue import on_device
 PART = 64
 """Number of tokens in each part of a row in ``likeliest`` and in ``sampler._best``."""
 CACHED = 2**18
-"""Maximum number of logits that a CPU processes at a time: 1 MiB, so that they stay in the CPU's
+"""Maximum number of logits that a CPU processes at a time. They take 1 MiB, and stay in the CPU's
 cache."""
 AHEAD_BYTES = 2**25
 """Maximum number of bytes of random numbers that CUDA computes ahead."""
 MAX_AHEAD = 32
 """Maximum number of steps whose random numbers are computed at a time."""
 SORTED = 2**13
-"""Up to this number of tokens, sorting the weights on a CPU is faster than the search bit by bit
+"""Up to this number of tokens, it is faster on a CPU to sort the weights than to search bit by bit
 (``_least_kept``)."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
@@ -60,15 +61,16 @@ class Draws:
     Temperatures are above 0."""
 
     streams: np.ndarray
-    """The number of each row's stream of random numbers (function ``streams``), int64."""
+    """int64: for each row, the number that selects its stream of random numbers (function
+    ``streams``)."""
     temperature: np.ndarray
     top_k: np.ndarray
-    """int64; 0 keeps all tokens."""
+    """int64; the value 0 keeps all tokens."""
     top_p: np.ndarray
     min_p: np.ndarray
     any_temperature: bool = field(init=False)
-    """Whether any temperature differs from 1. The next three flags say whether any row has
-    ``top_k``, ``top_p`` or ``min_p``."""
+    """Whether any temperature differs from 1. The next three flags: whether any row has ``top_k``,
+    ``top_p`` or ``min_p``."""
     any_top_k: bool = field(init=False)
     any_top_p: bool = field(init=False)
     any_min_p: bool = field(init=False)
@@ -112,8 +114,8 @@ class Draws:
 class Ahead:
     """The logarithms of a batch's random numbers for several consecutive steps.
 
-    These numbers do not depend on logits, so a device computes the numbers of many steps with as
-    few kernel launches as for one step.
+    These numbers do not depend on logits. So a device can compute the numbers of many steps at
+    once, with the kernel launches of one step.
     """
 
     positions: np.ndarray
@@ -135,20 +137,20 @@ class Ahead:
 
 
 def costs_launches(tensor: torch.Tensor) -> bool:
-    """Whether each operation on the tensor costs a kernel launch. Few large operations are then
-    faster than many small ones."""
+    """Whether each operation on the tensor costs a kernel launch. If so, few large operations are
+    faster than many small operations."""
     return tensor.is_cuda
 
 
 def streams(seeds: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """A number for each sequence that selects its stream of random numbers, int64
+    """Numbers that select the streams of random numbers: one for each sequence, int64
     ``[num_seqs]``."""
     return _mixed(seeds.astype(np.int64) + seqs.astype(np.int64) * _GOLDEN)
 
 
 def keys(of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The key of each row's random numbers, int64 ``[rows]``. ``of``: the rows' streams, a result
-    of ``streams``."""
+    """The key of each row's random numbers, int64 ``[rows]``. ``of``: for each row, its number from
+    ``streams``."""
     return _mixed(of + positions * _GOLDEN)
 
 
@@ -166,8 +168,8 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
 
 
 def _logs_of_all(draws: Draws, positions: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
-    """``log_uniforms`` of each row's key at these positions. On CUDA, if a batch draws in two
-    consecutive steps, the numbers of its next steps are computed too."""
+    """``log_uniforms`` of the rows' keys at these positions. On CUDA, if a batch has drawn in two
+    consecutive steps, also computes the numbers of its next steps."""
     count, candidates = len(positions), len(steps)
     before = draws.ahead
     found = before.at(positions) if before is not None else None
@@ -240,15 +242,15 @@ def _left_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _race(weights: torch.Tensor, of: np.ndarray) -> torch.Tensor:
-    """The winners of races among all tokens, with the random numbers of the keys ``of``."""
+    """The winners of races among all tokens. ``of``: the keys of the random numbers."""
     _, steps = _competitors(weights.shape[-1], weights.device)
     return _race_with(weights, log_uniforms(of, steps))
 
 
 def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    """The winners of races among all tokens: first a part of the vocabulary, then a token of this
-    part. ``logs``: the logarithms of the random numbers of the parts, then of the places in a
-    part."""
+    """The winners of races among all tokens. First a part of the vocabulary wins, and then a token
+    of this part. ``logs``: the logarithms of random numbers, first for the parts, then for the
+    places in a part."""
     count, size = weights.shape
     part, steps = _competitors(size, weights.device)
     parts = len(steps) - part
@@ -259,15 +261,15 @@ def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     within = split[_up_to(count, weights.device), won]
     place = (within / logs[:, parts:]).argmin(-1)
     drawn = torch.add(place, won, alpha=part)
-    # If all weights of a row are 0, the index may be past the end.
+    # If all weights of a row are 0, the index may be after the last token.
     return drawn.clamp_(max=size - 1) if size % part else drawn
 
 
 @lru_cache(maxsize=16)
 def _competitors(size: int, device: torch.device) -> tuple[int, torch.Tensor]:
-    """Returns the number of tokens in a part, which is about the square root of the vocabulary
-    size. Also returns the results of ``step_of``: first for the parts, then for the tokens in a
-    part."""
+    """Returns two values. The first is the number of tokens in a part, about the square root of the
+    vocabulary size. The second is the results of ``step_of``, first for the parts, then for the
+    tokens in a part."""
     part = 1 << ((size - 1).bit_length() // 2)
     numbers = [np.arange(-(-size // part)), _PLACES + np.arange(part)]
     return part, on_device(step_of(np.concatenate(numbers)), device)
@@ -295,13 +297,13 @@ def _as_floats(
     compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """The result of a comparison as 0 and 1 in float32. On a CPU, multiplying weights with these
-    numbers takes a tenth of the time that multiplying with booleans takes."""
+    numbers takes a tenth of the time of multiplying them with booleans."""
     return compare(one, other, out=torch.empty_like(one))
 
 
 def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Sets a weight to 0 if the sum of the weights before it, in descending order, is at least
-    ``top_p`` of the total. Equal weights are ordered by token."""
+    """Orders the weights of a row in descending order, and equal weights by token. Sets a weight to
+    0 if the sum of the weights before it is at least ``top_p`` of the total."""
     # If ``top_p`` keeps all tokens, the limit is infinite, so that rounding does not remove a
     # token.
     share = draws.column("limit", weights.device)
@@ -312,8 +314,8 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
     kept = _as_floats(torch.ge, weights, least).mul_(weights)
     exceeds = row_sums(kept) - least >= limit
     if exceeds.any():
-        # The correction applies only to rows above the limit, so that a row's weights do not depend
-        # on the batch.
+        # Only rows above the limit are corrected, so that a row's weights do not depend on the
+        # batch.
         kept = torch.where(exceeds, _without_equals(weights, limit, least), kept)
     return kept
 
@@ -341,20 +343,21 @@ def row_sums(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """The least weight of each row for which the sum of all greater weights is below ``limit``."""
+    """For each row: the least weight such that the sum of all greater weights is below
+    ``limit``."""
     if costs_launches(weights) or weights.shape[-1] <= SORTED:
         if costs_launches(weights):
             ordered = weights.sort(-1, descending=True).values
         else:
-            # NumPy, which sorts only the values, is several times as fast as torch.
+            # NumPy is several times as fast as torch, because it sorts only the values.
             ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         if costs_launches(weights):
             return ordered.masked_fill_(before >= limit, math.inf).amin(-1, keepdim=True)
         last = (before < limit).sum(-1, keepdim=True) - 1
         return ordered.gather(-1, last.clamp_(min=0))
-    # Searches bit by bit, from the highest bit. This works because positive floats have the same
-    # order as their bits as integers.
+    # Searches bit by bit, from the highest bit. This is possible because positive floats are in the
+    # same order as the integers with the same bits.
     bits, above = torch.zeros(len(weights), 1, dtype=torch.int32), torch.empty_like(weights)
     for bit in range(29, -1, -1):
         tried = bits + (1 << bit)
@@ -365,8 +368,9 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 
 def kept_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Whether each token may be drawn, bool ``[rows, vocab]``: bias and mask allow the token, and
-    ``top_k``, ``top_p`` and ``min_p`` leave it. The arguments are those of ``draw_tokens``."""
+    """Whether each token may be drawn, bool ``[rows, vocab]``. A token may be drawn if bias and
+    mask allow it, and ``top_k``, ``top_p`` and ``min_p`` keep it. The arguments are the same as in
+    ``draw_tokens``."""
     size = logits.shape[-1]
     kept = logits > float("-inf")
     few = (draws.top_k > 0) & (draws.top_k < size)
@@ -382,12 +386,12 @@ def kept_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _left_of_all(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Whether ``top_p`` and ``min_p`` leave each token, bool ``[rows, vocab]``."""
+    """Whether ``top_p`` and ``min_p`` keep each token, bool ``[rows, vocab]``."""
     return _left_weights(logits, draws) > 0
 
 
 def _left_of_likeliest(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Whether ``top_k``, ``top_p`` and ``min_p`` leave each token, bool ``[rows, vocab]``."""
+    """Whether ``top_k``, ``top_p`` and ``min_p`` keep each token, bool ``[rows, vocab]``."""
     ids, weights = _likeliest_weights(logits, draws)
     left = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     return left.scatter_(-1, ids, weights > 0)
@@ -431,7 +435,7 @@ def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
     values = logits
     parts = size // PART
     if 2 * most < parts:
-        # The most likely tokens are in the parts with the greatest maxima.
+        # The ``most`` likeliest tokens are in the ``most`` parts with the greatest maxima.
         within = parts * PART
         split = torch.unflatten(logits[:, :within], -1, (parts, PART))
         maxima = _ranks(split.amax(-1), _up_to(parts, logits.device))
@@ -446,9 +450,9 @@ def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _ranks(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of float32 ``values``; among equal values, the lower ``ids`` rank
-    higher. Without this order, ``k`` would decide which of several equal values ``topk``
-    returns."""
+    """Integers that are ordered like the float32 ``values``. Among equal values, a lower id has a
+    higher integer. If ``topk`` received the values themselves, ``k`` would decide which of several
+    equal values it returns."""
     bits = (values + 0.0).view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.long() << 32) - ids

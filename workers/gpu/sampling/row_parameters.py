@@ -1,5 +1,5 @@
-"""The inputs of sampling other than logits: sampling parameters as columns, and each row's mask,
-bias and tokens."""
+"""The inputs of sampling, without the logits: sampling parameters as columns, and the mask, bias
+and tokens of each row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
     """The generated tokens. Prompt and generated tokens are read only if the request has penalties
-    and there are no ``counts``."""
+    and ``counts`` is None."""
     mask: np.ndarray | None = None
     """The allowed tokens, as u32 words: the bit of token i is ``1 << i % 32`` in word ``i // 32``.
     None allows all tokens."""
@@ -50,18 +50,18 @@ class Row:
 
 
 MIN_TEMPERATURE = 1e-6
-"""Rows of a lower temperature are treated as greedy, because their scaled logits could exceed
+"""If the temperature of a row is lower, the row is greedy, because its scaled logits could exceed
 float32."""
 MIN_TOP_P = np.finfo(np.float32).tiny
 """A lower ``top_p`` could be 0 in float32, and would then exclude all tokens."""
 MAX_TEMPERATURE = 1e20
-"""Higher temperatures are reduced to this temperature. An infinite temperature would change the
-logit of a forbidden token to NaN."""
+"""If a temperature is higher, it is reduced to this temperature. An infinite temperature would
+change the logit of a forbidden token to NaN."""
 
 
 class RowParameters:
     """The sampling parameters of n rows, as columns. If controllers override parameters in a step,
-    this step has a separate object."""
+    a separate object is made for this step."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RowParameters:
         self.samplings = samplings
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.reporting = [i for i, s in enumerate(samplings) if s.processed_logprobs or s.kept]
-        """The rows whose requests ask for the distribution that their tokens are drawn from."""
+        """The rows whose requests ask for the distributions from which their tokens are drawn."""
         self.min_tokens = min_tokens
         self.plain = not (self.random or self.changed)
         """Whether all rows take the most likely token of unchanged logits."""
@@ -101,8 +101,8 @@ class RowParameters:
 
 
 def is_unprocessed(s: Sampling) -> bool:
-    """Whether a request's sampling parameters leave the model's own distribution as it is. A mask
-    or a controller's bias may still change the distribution."""
+    """Whether a request's sampling parameters do not change the model's own distribution. A mask or
+    a controller's bias may still change it."""
     cut = s.top_k or s.top_p < 1 or s.min_p
     return s.temperature == 1 and not cut and not _changes_logits(s)
 
@@ -157,7 +157,7 @@ class Rows:
     """By row: the controller's options (``Row.options``). Rows without options are left out.
     ``SampledBatch.rows`` has applied each ``override`` to ``parameters``."""
     excluded: dict[int, np.ndarray] = field(init=False, default_factory=dict)
-    """For rows whose sequences may not end yet: the tokens that would end the sequence, int64."""
+    """For each row whose sequence may not end yet: the tokens that would end it, int64."""
 
     def __post_init__(self) -> None:
         if self.parameters.min_tokens is not None:

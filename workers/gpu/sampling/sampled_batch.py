@@ -1,4 +1,5 @@
-"""The sequences that are sampled together, with the columns that are constant from step to step."""
+"""The sequences that are sampled together, with the sampling inputs that are the same in each
+step."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .row_parameters import RowParameters, Rows
 
 
 class SampledBatch:
-    """The sequences of a step, one for each row. Consecutive steps with the same sequences share
-    one object, if no sequence drops tokens."""
+    """The sequences of a step, one for each row. If consecutive steps have the same sequences, and
+    no sequence drops tokens, the steps share one object."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
@@ -36,9 +37,9 @@ class SampledBatch:
         self._limits = ints(s.max_length - s.num_prompt for s in sequences)
 
     def rows(self, positions: np.ndarray | None) -> Rows:
-        """The inputs of sampling the next token of each sequence. ``positions``: the position of
-        each sequence's last token, if this step's forward computes exactly these tokens; otherwise
-        None."""
+        """The inputs of sampling the next token of each sequence. ``positions``: if this step's
+        forward computes exactly the last token of each sequence, the positions of these tokens. If
+        not, None."""
         sequences = self.sequences
         if positions is None:
             generated = ints(s.num_generated for s in sequences)
@@ -70,8 +71,8 @@ class SampledBatch:
         )
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:
-        """The rows whose tokens are not plain in this step (``TokenColumns``). The first and the
-        last token of a sequence are not plain, and neither are tokens with more fields than columns
+        """The rows whose tokens are not plain in this step (``TokenColumns``). A token is not plain
+        if it is the first or the last token of its sequence, or if it has more fields than columns
         contain."""
         positions = rows.positions
         others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
@@ -82,7 +83,8 @@ class SampledBatch:
 def _with_override(
     sampling: Sampling, seed: int, seq: int, override: Override | None
 ) -> tuple[Sampling, int, int]:
-    """Sampling parameters, seed and sequence number, with a controller's overrides."""
+    """The sampling parameters, seed and sequence number of a row, after a controller's
+    overrides."""
     if override is None:
         return sampling, seed, seq
     temperature, top_p = override.temperature, override.top_p

@@ -2,7 +2,7 @@
 
 Randomness is counter-based: the random numbers of a token depend only on the request's seed, the
 sequence number and the token's position (``races.py``). So a request gets the same tokens in any
-batch and on any worker, unless rounding differences of the logits change a token.
+batch and on any worker. Only a rounding difference of the logits can change a token.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .row_parameters import Row, Rows, is_unprocessed
 
 NAN = "the model's logits contain NaN"
 INSPECTED = 5
-"""Number of most likely tokens to examine for ``inspect`` if the request has no
+"""Number of most likely tokens that ``inspect`` examines if the request does not have
 ``top_logprobs``."""
 SHORT_BIAS = 1024
-"""Maximum number of tokens of a sparse bias that is added together with the biases of other rows.
-The temporary tensors for longer biases would take too much of the device's memory."""
+"""Sparse biases of at most this number of tokens are added for several rows together. For longer
+biases, the temporary tensors would take too much of the device's memory."""
 NOTHING_ALLOWED = "bias and mask forbid all tokens at this position; allow at least one"
 
 
@@ -51,8 +51,8 @@ class Sampled:
     errors: dict[int, str] = field(default_factory=dict)
     """For rows from which no token could be chosen: the reason."""
     cut: dict[int, list[int]] = field(default_factory=dict)
-    """For rows with ``inspect``: the most likely tokens that a mask or a controller's bias
-    forbids."""
+    """For rows with ``inspect``: the tokens that a mask or a controller's bias forbids, among the
+    most likely tokens."""
     allowed: dict[int, int] = field(default_factory=dict)
     """For rows with ``inspect`` that have a mask or a controller's bias: the number of allowed
     tokens."""
@@ -62,25 +62,25 @@ class Sampled:
     distributions: dict[int, Distribution] = field(default_factory=dict)
     """By row: the answers to the queries of controllers."""
     candidates: dict[int, Candidate] = field(default_factory=dict)
-    """For rows whose requests ask for it: the distribution that the token was drawn from."""
+    """For rows whose requests ask for it: the distribution from which the token was drawn."""
 
     def top_of(self, row: int) -> dict[int, float]:
-        """The log-probabilities that an output of a row reports, always including that of the
-        chosen token."""
+        """The log-probabilities that the output of a row reports. They always include the chosen
+        token."""
         return self.top.get(row) or {self.tokens[row]: self.logprobs[row]}
 
 
 @dataclass(slots=True)
 class OnHost:
-    """Host copies of a device's tensors, in the dtypes in which they were computed. A conversion on
-    the device would cost kernel launches."""
+    """Host copies of a device's tensors. They have the dtypes in which they were computed, because
+    a conversion on the device would cost kernel launches."""
 
     tokens: torch.Tensor
     """The chosen tokens, int64 ``[rows]``."""
     logprobs: torch.Tensor
     """The log-probabilities of the chosen tokens, ``[rows]``."""
     allowed: torch.Tensor | None
-    """Whether each row allows any token; None if all rows do."""
+    """Whether each row allows any token; None if all rows allow a token."""
 
     @classmethod
     def of(
@@ -105,7 +105,7 @@ class OnHost:
 
 @dataclass(slots=True, frozen=True)
 class Numbers:
-    """The results of rows that a CPU has reduced, in the form of ``OnHost.numbers``."""
+    """The results of rows that a CPU has reduced. They have the form of ``OnHost.numbers``."""
 
     values: np.ndarray
 
@@ -127,8 +127,8 @@ class Drawn:
     """Tokens, log-probabilities and errors on the host; valid when the device has finished the
     copies."""
     likely: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The most likely tokens ``[rows, most]`` and their log-probabilities, also copied to the
-    host."""
+    """The most likely tokens ``[rows, most]`` and their log-probabilities. They are also copied to
+    the host."""
     answers: Answers | None = None
     """The answers to the queries of controllers."""
     candidates: Candidates | None = None
@@ -162,7 +162,7 @@ class Drawn:
 def sample(logits: torch.Tensor, indices: Sequence[int], rows: Sequence[Row]) -> Sampled:
     """Chooses a token for each of ``rows``; row i is sampled from ``logits[indices[i]]``.
 
-    Several rows may use the same logits, such as the forks of one prompt.
+    Several rows may use the same logits. For example, the forks of one prompt do.
     """
     drawn = draw(logits, indices, Rows.of(rows))
     if drawn.tokens.is_cuda:
@@ -234,7 +234,7 @@ def _report_candidates(result: Sampled, drawn: Drawn) -> None:
 
 
 def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
-    """Chooses a token from each row of logits, as ``draw`` does, without the answers to queries."""
+    """Chooses a token from each row of logits, as ``draw`` does, but does not answer queries."""
     most = _most_likely(rows)
     reduced = reduce_rows(logits)
     if reduced is None:
@@ -251,7 +251,7 @@ def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
 def _change(
     logits: torch.Tensor, best: torch.Tensor, rows: Rows, numbers: np.ndarray
 ) -> torch.Tensor:
-    """Chooses the token of each row again, because some rows may not take their ``best`` token.
+    """Called if some rows may not take their ``best`` token. Chooses the token of each row again.
     Updates ``numbers``, which contains the results for the best tokens."""
     likely = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     chosen, allowed = _choose(logits, rows, best)
@@ -290,15 +290,15 @@ class Scores:
 
     tokens: Sequence[int]
     values: torch.Tensor
-    """The log-probabilities of ``tokens``, ``[num_tokens]``. This tensor and those below are on the
-    host, and valid when the device has finished the copy."""
+    """The log-probabilities of ``tokens``, ``[num_tokens]``. All tensors of this class are on the
+    host, and become valid when the device has finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
     """The most likely tokens ``[num_tokens, most]`` and their log-probabilities."""
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
         """Two lists with an entry for each token. The first has the log-probability of the token.
-        The second has the log-probabilities of the most likely tokens and of the token itself, or
-        None if they were not requested. The device must have finished the copy."""
+        The second has the log-probabilities of the most likely tokens and of the token itself; None
+        if they were not requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)
@@ -309,9 +309,8 @@ class Scores:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
-    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the most
-    likely tokens of each row. ``most``: number of these tokens for each row. Does not wait for a
-    CUDA device."""
+    """Computes the natural log-probability of token i of ``tokens`` in row i of ``logits``. Also
+    finds the ``most`` most likely tokens of each row. Does not wait for a CUDA device."""
     wanted = _ints(tokens, logits).unsqueeze(-1)
     reduced = reduce_rows(logits)
     if reduced is not None:
@@ -351,11 +350,12 @@ def _choose(
     logits: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the chosen token of each row, and whether each row allows any token (None if all rows
-    do). ``best``: the most likely tokens, if they are known; this tensor is overwritten."""
+    allow a token). ``best``: the most likely tokens, if they are known. This tensor is
+    overwritten."""
     random = rows.parameters.random
     changed = _changed_rows(rows, logits, best)
     if len(random) == len(logits) and changed in ([], random):
-        # If all rows are random, no rows need to be selected.
+        # If all rows are random, they do not need to be selected.
         processed_logits = _process_logits(logits.clone(), changed, rows) if changed else logits
         chosen = _draw(processed_logits, rows)
         return chosen, _allowed(processed_logits, chosen, rows) if changed else None
@@ -406,9 +406,9 @@ def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -> list[int]:
     """The rows whose logits must be changed before a token is chosen.
 
-    On a CPU, a greedy row that has only a mask or a minimum length is left out if its best token is
-    allowed. The mask would not change the chosen token. On other devices, such a row is not left
-    out, because the best token is not on the host.
+    On a CPU, a greedy row is left out if it has only a mask or a minimum length, and its best token
+    is allowed. This token is then chosen anyway. On other devices, such a row is not left out,
+    because the best token is not on the host.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
@@ -465,7 +465,7 @@ def _process_logits(logits: torch.Tensor, indices: Sequence[int], rows: Rows) ->
 
 def _forbidden(words: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     """Whether masks ``[rows, words]`` forbid each token, ``[rows, vocab]``. The device receives the
-    bits, which are an eighth of the bytes of booleans."""
+    masks as bits, because booleans would take eight times as many bytes."""
     vocab = logits.shape[1]
     if not costs_launches(logits):
         bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")
@@ -519,7 +519,8 @@ def _add_short(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None
 
 
 def _add_long(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Adds sparse biases row by row. A bias is copied to the device once for all of its rows."""
+    """Adds sparse biases row by row. If several rows have the same bias, it is copied to the device
+    only once."""
     places: dict[Bias, list[int]] = {}
     for place, bias in biased:
         places.setdefault(bias, []).append(place)
@@ -532,8 +533,8 @@ def _add_long(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
 
 
 def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Stacks float32 arrays as the rows of one tensor. For CUDA, each array is copied once on the
-    host."""
+    """Stacks float32 arrays as the rows of one tensor. For CUDA, each array is copied only once on
+    the host."""
     rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
     np.stack(arrays, out=rows.numpy())
     return rows.to(device, non_blocking=True)
@@ -568,17 +569,17 @@ def _likely_of(
     logits: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely tokens of each row on a CPU and their log-probabilities, ``[rows, most]``
-    each. As in ``_change``, a log-probability is computed from that of the row's ``best`` token and
-    the difference of the two logits. ``of_best``: the log-probability of each row's ``best`` token,
-    float64 ``[rows]``."""
+    each. ``of_best``: the log-probability of each row's ``best`` token, float64 ``[rows]``. As in
+    ``_change``, the log-probability of another token is ``of_best`` plus the difference of the two
+    logits."""
     values, ids = likeliest(logits, min(most, logits.shape[-1]))
     less = values - logits.gather(-1, best.unsqueeze(-1))
     return ids, of_best.unsqueeze(-1) + less
 
 
 def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """Reports the most likely tokens of each row whose request needs them, and the effect of mask
-    and bias on them."""
+    """Reports the most likely tokens of each row whose request needs them. With ``inspect``, also
+    reports how mask and bias affect them."""
     likely, values = ids.tolist(), logprobs.tolist()
     wanted = rows.parameters.top_logprobs
     for i, n in wanted.items():

@@ -1,7 +1,7 @@
-"""The distinct tokens of a sequence and their counts, which penalties depend on.
+"""Counts how often each token occurs in a sequence. Penalties depend on these counts.
 
-Counts are updated token by token, like vLLM's bin counts, because a step must not read the whole
-text of each sequence.
+Like vLLM's bin counts, the counts are updated token by token. So a step does not have to read the
+whole text of each sequence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def has_penalties(s: Sampling) -> bool:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class TokenCounts:
-    """The distinct tokens of a text. Arrays are never written to, so forks and queued work share
-    them."""
+    """The distinct tokens of a sequence and their counts. The arrays are never written to, so forks
+    and queued work share them."""
 
     tokens: np.ndarray
     """int64, ascending: the distinct tokens of ``prompt`` and of the generated tokens."""
     counts: np.ndarray
     """int64: how often each of ``tokens`` was generated."""
     prompt: np.ndarray
-    """int64, ascending: the distinct tokens of the prompt. Empty if the request has no
-    ``repetition_penalty``, because other penalties ignore the prompt."""
+    """int64, ascending: the distinct tokens of the prompt. Empty if the request does not have a
+    ``repetition_penalty``, because the other penalties ignore the prompt."""
     total: int = 0
     """Number of generated tokens that have been counted."""
 
@@ -63,7 +63,8 @@ class TokenCounts:
         return self._changed(tokens, np.insert(counts, at, times[~known]), len(generated))
 
     def minus(self, generated: Sequence[int]) -> Self:
-        """The counts after the last generated tokens have been dropped."""
+        """The counts after the tokens ``generated`` have been dropped from the end of the
+        sequence."""
         if not generated:
             return self
         dropped, times = np.unique(np.array(generated, dtype=np.int64), return_counts=True)

@@ -1,4 +1,5 @@
-"""Loads models, tokenizes texts, and then passes requests from the bus to their engines."""
+"""Receives requests from the bus. Loads their models, tokenizes their texts, and then passes them
+to their engines."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ from .live_streams import LiveStreams
 from .prompts import Tokens, request_texts
 from .resumption import Resumed, Resumption, resume
 from .steering import Steering
+from .stored_bytes import ID_BYTES, decoded_bytes
 from .streams import Frames, Move, Stream, message_frames
 from .tokenization import MAX_INLINE_BYTES, Job, Tokenization
 from .tokenizer_files import TokenizerAnswers
@@ -58,22 +60,23 @@ class Waiting:
     sent: list[Token] | None = None
     """For a request that moved to this worker: the entries that its client has received."""
     attempt: int = 0
-    """``Start.attempt`` of the request's controller. 0 if no worker has run the request before.
-    Otherwise a new number, because decisions for an earlier attempt may still arrive."""
+    """``Start.attempt`` of the request's controller: 0 if no worker has run the request before, and
+    a new number if a worker has. Decisions for the earlier attempt may still arrive, and this
+    number distinguishes them."""
     job: Job[Tokens] | None = None
     """The tokenization of the request's texts; None while the request waits for its model."""
 
     @property
     def resumption(self) -> Resumption | None:
-        """The sequences of a stream that moved to this worker; None if its client has not received
-        anything."""
+        """The sequences of a stream that moved to this worker; None if the stream's client has not
+        received anything."""
         return _resumption(self.message, self.sent or ())
 
 
 class Arrivals:
     """Receives requests. ``post`` sends frames over the link to a broker. ``on_models`` is called
-    when the set of loaded models has changed. ``wake`` is called on another thread when
-    ``take_tokenized`` has work.
+    when the set of loaded models has changed. When ``take_tokenized`` has work, another thread
+    calls ``wake``.
 
     A request is passed to its engine, is refused, or waits until its model is loaded and its texts
     are tokenized. If anything fails, the request's client receives an ERROR, and all state of the
@@ -101,10 +104,10 @@ class Arrivals:
         self._attempts = itertools.count(1)
         """Yields a new ``Start.attempt`` for each restarted controller."""
         self.held: set[str] = set()
-        """The models whose new streams wait because the model is paused or gets new weights.
-        ``Rollouts`` adds models, and removes them before it calls ``release``."""
+        """Models that are paused or get new weights. New streams of these models wait. ``Rollouts``
+        adds models, and removes them before it calls ``release``."""
         self._logged = ("", 0)
-        """The stage of loading that was logged last, and its logged progress in tenths."""
+        """The stage of loading and the progress in tenths that were logged last."""
 
     @property
     def num_waiting(self) -> int:
@@ -128,8 +131,8 @@ class Arrivals:
         return waiting + self.embeddings.streams()
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Receives a request. If this worker has an earlier attempt of the request, the earlier
-        attempt is dropped and sends no further messages."""
+        """Receives a request. If this worker has an earlier attempt of the request, drops the
+        earlier attempt without sending anything."""
         earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
@@ -139,20 +142,25 @@ class Arrivals:
                 logs.begin(stream.request, request.request_id, request.trace)
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
+                stream.client = client_of(stream.session, request)
+                stream.decoded_bytes = decoded_bytes(request, len(message.body))
             waiting = Waiting(stream, request, message.attachments)
             moved = message.header.flags & Flag.MOVED
-            # If a request has moved, this worker may have run and dropped an earlier attempt of it.
+            # If a request has moved, this worker may already have run an earlier attempt and
+            # dropped it.
             waiting.attempt = next(self._attempts) if earlier or moved else 0
             if moved:
                 _take_transcript(waiting)
+            if isinstance(request, Generate | Score | Embed):
+                self._streams.store(stream)
             self._take(waiting)
         except Exception as error:
             self._pop(stream.request)
             self._streams.fail(stream, error, "starting this request")
 
     def take_tokenized(self) -> None:
-        """Passes requests to their engines after their texts have been tokenized. A request waits
-        again if its model was unloaded, is paused or gets new weights."""
+        """Passes requests whose texts have been tokenized to their engines. If the model of a
+        request was unloaded, is paused or gets new weights, the request waits again."""
         done = self._tokenization.done
         while not done.empty():
             job = done.get()
@@ -194,7 +202,9 @@ class Arrivals:
 
     def drop(self, request: int) -> None:
         """Drops a waiting request without sending anything."""
-        if self._pop(request) is not None or self.embeddings.pop(request) is not None:
+        stream = self._remove(request)
+        if stream is not None:
+            self._streams.forget(stream)
             logs.end(request)
 
     def _drop_earlier(self, number: int) -> bool:
@@ -209,11 +219,16 @@ class Arrivals:
 
     def fail(self, request: int, error: Exception, doing: str) -> bool:
         """Ends a waiting request with an ERROR. Returns whether the request was waiting here."""
-        waiting = self._pop(request)
-        stream = waiting.stream if waiting is not None else self.embeddings.pop(request)
+        stream = self._remove(request)
         if stream is not None:
             self._streams.fail(stream, error, doing)
         return stream is not None
+
+    def _remove(self, request: int) -> Stream | None:
+        """Removes a waiting request or an EMBED; returns its stream. Returns None if the request
+        does not wait here."""
+        waiting = self._pop(request)
+        return waiting.stream if waiting is not None else self.embeddings.pop(request)
 
     def _pop(self, request: int) -> Waiting | None:
         """Removes a waiting request and drops its tokenization."""
@@ -253,8 +268,9 @@ class Arrivals:
         return waiting.stream.model in self.held and isinstance(waiting.message, Generate | Score)
 
     def _begin(self, waiting: Waiting, engine: Engine) -> None:
-        """Answers a request, or passes it to its engine after its texts have been tokenized. Raises
-        TokenbusError if the request is not valid."""
+        """Answers a request for the model's info or tokenizer, or begins an EMBED. Passes any other
+        request to its engine after its texts have been tokenized. Raises TokenbusError if the
+        request is not valid."""
         stream, message = waiting.stream, waiting.message
         if isinstance(message, ModelInfoRequest):
             answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine, stream.adapter))
@@ -279,8 +295,7 @@ class Arrivals:
         if num_bytes <= MAX_INLINE_BYTES:
             self._run(waiting, engine, texts.tokens())
             return
-        client = client_of(stream.session, message)
-        waiting.job = Job(stream.request, client, num_bytes, texts.tokens)
+        waiting.job = Job(stream.request, stream.client, num_bytes, texts.tokens)
         self._waiting[stream.request] = waiting
         self._tokenization.submit(waiting.job)
 
@@ -301,7 +316,7 @@ class Arrivals:
         path = engine.path_of(stream.adapter)
         _check_adapter(stream, waiting.sent or (), path)
         stream.compute_by(path)
-        stream.client = client_of(stream.session, message)
+        stream.decoded_bytes += ID_BYTES * (len(prompt) + len(tokens.scored))
         common = {"priority": message.priority, "client": stream.client}
         if isinstance(message, Score):
             stream.usage = engine.score(
@@ -379,8 +394,9 @@ class Arrivals:
     # --- models ---------------------------------------------------------------------------------
 
     def on_load_event(self, event: LoadEvent) -> str | None:
-        """Handles an event of loading a model. If the worker cannot serve at all, because its
-        default model could not be loaded, returns the reason. Otherwise returns None."""
+        """Handles an event of loading a model. If the default model could not be loaded, the worker
+        cannot serve at all, and this method returns the reason. In all other cases, it returns
+        None."""
         loading = [w for w in self._waiting.values() if w.job is None]
         waiting = [w for w in loading if w.stream.model == event.model]
         match event:
@@ -406,7 +422,7 @@ class Arrivals:
         return None
 
     def release(self, model: str) -> None:
-        """Begins the requests that have waited because their model was held."""
+        """Begins the requests that have waited because ``model`` was in ``held``."""
         engine = self._models.get(model)
         if engine is not None:
             waiting = self._waiting.values()
@@ -423,7 +439,8 @@ class Arrivals:
 
     def evict(self) -> None:
         """If more models are loaded than allowed, unloads idle models."""
-        # A stream uses its model until its last output, which the engine may not have returned yet.
+        # A stream uses its model until its last output. The engine may not have returned this
+        # output yet.
         used = {stream.model for stream in (*self._streams, *self.streams())}
         evicted = self._models.evict(used)
         for name in evicted:
@@ -447,11 +464,11 @@ class Arrivals:
         self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
 
 
-def client_of(session: int, message: Generate | Score) -> int:
+def client_of(session: int, message: Generate | Score | Embed) -> int:
     """Returns a number that identifies the client of a request. The engine shares its slots fairly
-    among clients. With ``group``, the client is the user ``by`` (possibly empty) of this group of
-    sessions. With ``by`` alone, the client is the user ``by`` of the session. With neither, the
-    client is the session."""
+    among clients. If the request has a ``group``, the client is the user ``by`` (possibly empty) of
+    this group of sessions. If it has only ``by``, the client is the user ``by`` of the session. If
+    it has neither, the client is the session."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)
@@ -460,8 +477,8 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """Adds a controller that allows any text to a request with ``heal_prompt`` that does not name a
-    controller. Controllers apply the healing."""
+    """If a request has ``heal_prompt`` but does not name a controller, adds a controller that
+    allows any text, because controllers apply the healing."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)
@@ -503,9 +520,9 @@ def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
 
 
 def _check_adapter(stream: Stream, sent: Iterable[Token], path: ForwardPath) -> None:
-    """Raises RequestError if a moved stream has tokens of another LoRA adapter with the same name.
-    The broker compares the adapters of workers, but a worker that still loads its model has not
-    reported its adapters."""
+    """Raises RequestError if a moved stream has tokens from another LoRA adapter with the same
+    name. The broker compares the adapters of workers. But while a worker loads its model, it has
+    not reported its adapters yet."""
     spans = {entry.span.weights.partition("+")[2] for entry in sent if entry.span is not None}
     if spans - {path.weights.partition("+")[2]}:
         raise RequestError(

@@ -1,11 +1,11 @@
 """The queue of unanswered ATTACH and CLAIM messages, and the columns of tokens in the answers.
 
-An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
-cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries. Keys take
-turns, and so do the sessions of each key. A CLAIM is answered with a JOURNAL for each stream of its
-session, and with CLAIMED. Entries that are rows (``streams.ROW``) are sent in columns, without an
-object for each token. If a pass answers several streams of a session, one message has the rows of
-all these streams.
+An answer can contain all entries of a stream, up to 100,000. A client may send many ATTACHes or
+cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries. The keys of
+clients take turns, and so do the sessions of each key. A CLAIM is answered with a JOURNAL for each
+stream of its session, and with CLAIMED. Entries that are rows (``streams.ROW``) are sent in
+columns, without an object for each token. If a pass answers several streams of a session, one
+message has the rows of all these streams.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MAX_ENTRIES = 2048
 """The budget of one pass of the loop: the number of entries that the pass may send. The last answer
 of a pass may exceed the budget. Later passes then send less."""
 ROWS_PER_ENTRY = 4
-"""Number of rows in columns that count as one entry. These rows together have about the size of one
-entry in msgpack."""
+"""This number of rows in columns counts as one entry. Together they are about as large as one entry
+in msgpack."""
 CANDIDATES_PER_ENTRY = 20
-"""Number of reported candidates (``Token.kept``) that count as one entry."""
+"""This number of reported candidates (``Token.kept``) counts as one entry."""
 ANSWER_ENTRIES = 4
-"""Fixed cost of an answer, as a number of entries. The sent entries count in addition."""
+"""The cost of an answer is this number of entries plus the entries that it sends."""
 JOURNAL_BYTES_PER_ENTRY = 1024
-"""In the parts of a JOURNAL that are copied without encoding them again, this number of bytes
-counts as one entry."""
+"""Some parts of a JOURNAL are copied without encoding them again. In these parts, this number of
+bytes counts as one entry."""
 
 
 class Attaching(NamedTuple):
@@ -79,8 +79,8 @@ _Waiting = deque[Attaching | Claiming | ClaimEnd]
 
 
 def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
-    """A ``TOKEN`` in columns with the last rows of streams of one session. ``streams``: the number
-    of rows of each stream."""
+    """A ``TOKEN`` in columns. It has the last rows of several streams of one session. ``streams``:
+    for each stream, the number of its rows."""
     parts = [stream.rows[-rows * ROW.size :] for stream, rows in streams.items()]
     joined = np.frombuffer(b"".join(parts), ROWS)
     ids = np.array([stream.stream_id for stream in streams], "<u8")
@@ -108,9 +108,9 @@ class ReportQueue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, OrderedDict[int, _Waiting]] = OrderedDict()
-        """By owner, and then by session: the messages of the session in order. The first owner has
-        the next turn, and within this owner the first session. An owner is a client's key or,
-        without a key, a session."""
+        """By owner and by session: the messages of the session in order. An owner is a client's
+        key, or the session itself if the client does not have a key. The first owner has the next
+        turn, and the first session of this owner."""
         self._left = MAX_ENTRIES
         """Number of entries that this pass may still send; negative after a large answer."""
 
@@ -153,7 +153,7 @@ class ReportQueue:
         self._left -= entries
 
     def next(self) -> Attaching | Claiming | ClaimEnd | None:
-        """The next message to send: the answer to an ATTACH, or a part of the answer to a CLAIM.
+        """Removes and returns the next message to answer: an ATTACH, or a part of a CLAIM. Returns
         None if no message waits or the budget of this pass is used up."""
         if self._left <= 0 or not self._waiting:
             return None
@@ -175,7 +175,7 @@ class ReportQueue:
 
     @staticmethod
     def _claimed(claiming: Claiming) -> None:
-        """Records that this CLAIM does not wait for the stream's JOURNAL any more. A later CLAIM of
-        another broker may still wait for the JOURNAL."""
+        """Records that this CLAIM does not wait for the stream's JOURNAL any more. If another
+        broker has sent a later CLAIM, the later CLAIM still waits."""
         if claiming.stream.claimed_by == claiming.link:
             claiming.stream.claimed_by = None

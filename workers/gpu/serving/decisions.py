@@ -1,4 +1,4 @@
-"""Decodes the decisions of a RESULT one by one, with the masks and biases that they refer to."""
+"""Decodes the decisions of a RESULT, and the masks and biases to which they refer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Decisions(NamedTuple):
     valid: list[StepResult]
     invalid: list[Invalid]
     usual: list[int]
-    """The most frequent results in a short form (``Result.usual``)."""
+    """Decisions of the most frequent kind, in a short form (``Result.usual``)."""
     host: str
     """The machine id of the controller worker."""
     attempts: dict[int, int]
-    """``Result.attempts``. For each request whose controller was restarted and whose first decision
-    is in this message: ``Start.attempt``."""
+    """``Result.attempts``: for each restarted controller whose first decision is in this message,
+    its ``Start.attempt``. The keys are requests."""
 
 
 class _RawResult(msgspec.Struct):
@@ -66,7 +66,8 @@ _decode_name = msgpack_decoder(_Name).decode
 
 
 def decode_decisions(body: bytes) -> Decisions:
-    """Decodes the entries of a RESULT's body. A malformed entry does not affect the others.
+    """Decodes the entries of a RESULT's body. If an entry is malformed, the other entries are still
+    decoded.
 
     Raises RequestError if the body is not a list of entries.
     """
@@ -151,8 +152,8 @@ def _wrong(what: str, fault: str) -> ControllerError:
 
 
 def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
-    """The sampling options of a decision other than mask and bias; None if it has no such options.
-    Raises ControllerError if the query names a token outside the vocabulary."""
+    """The sampling options of a decision, without mask and bias; None if the decision does not have
+    such options. Raises ControllerError if the query names a token outside the vocabulary."""
     if one.query is None and one.override is None:
         return None
     tokens = one.query.tokens if one.query is not None else ()
@@ -168,8 +169,8 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
 def unders_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> list[Under]:
-    """The mask and bias of a decision for the position after each token of the draft. The list ends
-    before the first mask or bias that is not valid."""
+    """The mask and bias for the position after each token of a draft, from a decision. The list
+    ends before the first mask or bias that is not valid."""
     found: list[Under] = []
     with contextlib.suppress(ControllerError):
         for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):
@@ -184,7 +185,7 @@ def unders_along(
 
 
 def just_samples(one: StepResult) -> bool:
-    """Whether a decision only samples, with at most a mask, a bias and options."""
+    """Whether a decision only samples. Such a decision may have a mask, a bias and options."""
     more = one.backtrack or one.ff_tokens or one.logs or one.storage or one.wakes
     more = more or one.messages or one.prompt or one.pin is not None or one.awaits
     return one.action == "sample" and not more

@@ -3,8 +3,13 @@
 Sessions take turns, and so do the users of a session. All streams of the worker wait while a batch
 is computed. So the number of tokens of a batch is bounded, depending on the measured time of the
 model's earlier batches. An input above the bound is computed in chunks if the model is causal, one
-chunk in each step. On a CPU, encoders refuse long inputs, because every state of an encoder depends
-on the whole input.
+chunk in each step, and other inputs have their turns between the chunks. Encoders refuse long
+inputs, because every state of an encoder depends on the whole input.
+
+An input that is computed in chunks has a KV cache. At most one such input of each *length class* is
+computed at a time, and the longest inputs of a class are less than twice as long as its shortest
+inputs. So an input never waits for the end of a much longer input, and all caches together have
+less than twice as many tokens as the longest input.
 """
 
 from __future__ import annotations
@@ -24,13 +29,19 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.messages import Embed, Embedded, Msg, Pooling
 from ..engine.engine import Engine
 from ..model.loader import LoadedModel
-from ..model.pooling import ChunkedText, check_poolable, pool_chunk, pooled, pooling_of
+from ..model.pooling import (
+    ChunkedText,
+    check_poolable,
+    pool_chunk,
+    pooled,
+    pooling_of,
+    vector_bytes,
+)
 from .live_streams import LiveStreams
 from .streams import Frames, Stream, message_frames
 
 MAX_BATCH_TOKENS = 8192
-"""Maximum number of tokens of a batch, with padding. A batch of one input of an encoder may have
-more."""
+"""Maximum number of tokens of a batch, with padding, and of an input of an encoder."""
 MAX_WIDTH = 2048
 """Maximum number of tokens of an input that a causal model computes in one batch. The time of
 attention grows with the square of this number, so the time of shorter inputs does not predict it.
@@ -97,6 +108,11 @@ class _LongInput:
     token grows with the number of tokens before it."""
 
 
+def _length_class(text: list[int]) -> int:
+    """The length class of an input that is computed in chunks."""
+    return len(text).bit_length()
+
+
 class _Turns:
     """The jobs in the order of their turns. A user's jobs are computed in the order of their
     arrival."""
@@ -153,9 +169,9 @@ class Embeddings:
         """The jobs by request."""
         self._turns = _Turns()
         self._bounds: WeakKeyDictionary[Engine, _Bounds] = WeakKeyDictionary()
-        self._long: _LongInput | None = None
-        """The long input that is being computed. Other long inputs wait, so that the memory of one
-        KV cache is enough."""
+        self._long: dict[int, _LongInput] = {}
+        """The inputs that are being computed in chunks, by length class. Other long inputs of their
+        classes wait."""
         self._due_at = 0.0
         self._idle_at = 0.0
         """The time at which the engines count as idle if they do not run another step."""
@@ -185,11 +201,14 @@ class Embeddings:
         return [job.stream for job in list(self._jobs.values())]
 
     def add(self, stream: Stream, engine: Engine, message: Embed) -> None:
-        """Receives an EMBED. Raises RequestError if the model or an input is not suitable."""
+        """Receives an EMBED. Raises RequestError if the model or an input is not suitable, and
+        UnavailableError if the vectors would exceed the client's share of memory."""
         loaded = engine.loaded
         check_poolable(loaded)
         for number, tokens in enumerate(message.inputs):
             _check(loaded, number, tokens)
+        stream.decoded_bytes += len(message.inputs) * vector_bytes(loaded)
+        self._streams.store(stream)
         pooling = message.pooling or pooling_of(loaded)
         job = _Job(stream, message.by, engine, message.inputs, pooling)
         self._jobs[stream.request] = job
@@ -202,8 +221,7 @@ class Embeddings:
         if job is None:
             return None
         self._turns.remove(job)
-        if self._long is not None and self._long.job is job:
-            self._long = None
+        self._drop_long(lambda other: other is job)
         return job.stream
 
     def restart(self, engine: Engine) -> None:
@@ -212,8 +230,7 @@ class Embeddings:
         for job in self._jobs.values():
             if job.engine is engine:
                 job.vectors.clear()
-        if self._long is not None and self._long.job.engine is engine:
-            self._long = None
+        self._drop_long(lambda job: job.engine is engine)
 
     def cancel(self, request: int) -> bool:
         """Called when a request was cancelled or took too long. If the request is an EMBED, ends it
@@ -254,12 +271,14 @@ class Embeddings:
 
     def _compute_chunk(self, job: _Job, busy: bool) -> None:
         """Computes the next chunk of a job's long input."""
-        if self._long is None:
-            text = ChunkedText(job.inputs[len(job.vectors)], job.pooling)
+        tokens = job.inputs[len(job.vectors)]
+        length_class = _length_class(tokens)
+        if length_class not in self._long:
+            text = ChunkedText(tokens, job.pooling)
             bounds = self._bounds.get(job.engine, _Bounds())
             own = _Bounds(min(bounds.busy, MAX_WIDTH), min(bounds.idle, MAX_WIDTH))
-            self._long = _LongInput(job, text, own)
-        text, bounds = self._long.text, self._long.bounds
+            self._long[length_class] = _LongInput(job, text, own)
+        text, bounds = self._long[length_class].text, self._long[length_class].bounds
         start, bound = text.num_computed_tokens, bounds.of(busy)
         found = self._computed([job], lambda: pool_chunk(job.engine.loaded, text, bound))
         if found is None:
@@ -267,7 +286,7 @@ class Embeddings:
         vector, seconds = found
         bounds.measure(text.num_computed_tokens - start, seconds)
         if vector is not None:
-            self._long = None
+            del self._long[length_class]
             job.vectors.append(vector[0])
             self._answer_complete([job])
 
@@ -298,7 +317,7 @@ class Embeddings:
 
     def _is_long(self, job: _Job, busy: bool) -> bool:
         """Whether the next input of a job is computed in chunks."""
-        if self._long is not None and self._long.job is job:
+        if self._runs(job):
             return True
         return self._above(job, len(job.vectors), busy)
 
@@ -309,7 +328,16 @@ class Embeddings:
 
     def _may_run(self, job: _Job, busy: bool) -> bool:
         """Whether the next input of a job does not wait for the long input of another job."""
-        return self._long is None or self._long.job is job or not self._is_long(job, busy)
+        waits = _length_class(job.inputs[len(job.vectors)]) in self._long
+        return not waits or self._runs(job) or not self._is_long(job, busy)
+
+    def _runs(self, job: _Job) -> bool:
+        """Whether the next input of a job is being computed in chunks."""
+        return any(long.job is job for long in self._long.values())
+
+    def _drop_long(self, wanted: Callable[[_Job], bool]) -> None:
+        """Discards the chunks of long inputs whose jobs are ``wanted``."""
+        self._long = {k: long for k, long in self._long.items() if not wanted(long.job)}
 
     def _batch(self, busy: bool) -> list[tuple[_Job, int]]:
         """The next inputs of one model, as pairs of a job and the input's index in the job. Each
@@ -342,6 +370,7 @@ class Embeddings:
         found = Embedded(dimensions=vectors.shape[1], vectors=content, pooling=job.pooling)
         stream = job.stream
         self.pop(stream.request)
+        self._streams.forget(stream)
         answer = Msg(stream_id=stream.stream_id, embedded=found)
         self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
         logs.end(stream.request)
@@ -373,11 +402,12 @@ def _check(loaded: LoadedModel, number: int, tokens: list[int]) -> None:
             path=path,
         )
     on_cpu = loaded.device.type == "cpu"
-    if on_cpu and not loaded.causal and len(tokens) > MAX_CPU_ENCODER_TOKENS:
+    most = MAX_CPU_ENCODER_TOKENS if on_cpu else MAX_BATCH_TOKENS
+    if not loaded.causal and len(tokens) > most:
         raise RequestError(
             Code.PROMPT_TOO_LONG,
-            f"the input has {len(tokens)} tokens; an encoder on a CPU takes at most "
-            f"{MAX_CPU_ENCODER_TOKENS}; send the text in parts",
+            f"the input has {len(tokens)} tokens; an encoder{' on a CPU' if on_cpu else ''} takes "
+            f"at most {most}; send the text in parts",
             path=path,
         )
     wrong = next((token for token in tokens if token >= loaded.vocab_size), None)

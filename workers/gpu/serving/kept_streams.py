@@ -1,4 +1,4 @@
-"""Streams that ended a moment ago. They are kept because a broker that fails may lose their last
+"""Stores streams for a short time after their ends, because a broker that fails may lose their last
 tokens."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""Seconds for which an ended stream is stored, within the bounds below. In this time, a broker that
-is down for up to 30 s can restart and request the stream. An older stream is dropped when the next
-stream ends."""
+"""An ended stream is stored for this number of seconds, if the bound below allows it. In this time,
+a broker that is down for up to 30 s can restart and request the stream. When a stream ends, streams
+that are older are dropped."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
 """Bound on the sum of ``Stream.size`` of all stored streams. A larger stream is not stored."""
@@ -25,7 +25,7 @@ class _Kept(NamedTuple):
 
 
 class KeptStreams:
-    """The streams that ended last, within bounds of time and memory, the oldest first.
+    """The streams that ended last, the oldest first. Time and memory are bounded.
 
     A broker that has restarted receives the entries of these streams and sends them to clients that
     attach.

@@ -1,8 +1,8 @@
 """The table of live streams, and everything that a GPU worker sends to their clients.
 
-A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
-ERROR. Every stream that is not dropped gets one of these messages, even if its tokens cannot be
-sent. A *row* is a plain token of a step (``engine.sequence.TokenColumns``).
+A stream ends with the TOKEN message that contains the end of its last sequence, or with an ERROR.
+Each stream gets one of these messages, even if its tokens cannot be sent. Only dropped streams do
+not. A *row* is a plain token of a step (``engine.sequence.TokenColumns``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from ....protocol import logs
-from ....protocol.errors import Code, ServiceError, TokenbusError
+from ....protocol.errors import (
+    Code,
+    RequestError,
+    ServiceError,
+    TokenbusError,
+    UnavailableError,
+)
 from ....protocol.header import FORM
 from ....protocol.logs import about
 from ....protocol.messages import ForwardPath, Msg, Token
+from ....protocol.pace import RETRY_AFTER_S
 from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
 from .attaching import Attaching, Claiming, rows_frames
 from .kept_streams import KeptStreams
@@ -43,8 +50,8 @@ class LiveStreams:
     """The streams whose requests an engine runs, by request.
 
     ``post`` sends frames over a link. ``release`` frees the state of an ended stream in the engine
-    and in steering; ``release`` may be called when the state is already freed. ``name``: the name
-    of the worker.
+    and in steering. It is sometimes called for a stream whose state is already freed. ``name``: the
+    name of the worker.
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class LiveStreams:
         name: str = "",
         num_workers: int = 1,
     ) -> None:
-        """``num_workers``: the number of GPU workers on this machine, which share the bound on the
+        """``num_workers``: the number of GPU workers on this machine. They share the bound on the
         bytes of stored entries."""
         self.metrics = metrics or WorkerMetrics()
         self._post = post
@@ -65,12 +72,13 @@ class LiveStreams:
         self._kept = KeptStreams()
         self._stored = StoredBytes(max_stored_bytes(num_workers))
         self._recipients: dict[str, Recipients] = {}
-        """For each model: the recipients of its current batch. Removed when a stream of the batch
-        changes."""
+        """For each model: the recipients of its current batch. They are discarded when a stream of
+        the batch changes."""
         self.num_outputs = 0
         """Number of outputs that were sent for all streams."""
         self.inconsistent = False
-        """Set if a stream could not be released: the tables of its engine are then inconsistent."""
+        """Whether a stream could not be released. The tables of its engine are then
+        inconsistent."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -80,13 +88,23 @@ class LiveStreams:
         return iter(list(self._streams.values()))
 
     def add(self, stream: Stream) -> None:
-        """Adds the stream of a request that was passed to an engine. Raises RequestError if the
-        stream's client exceeds its share of the bound on stored bytes."""
+        """Adds the stream of a request that was passed to an engine. Raises the error of
+        ``store``."""
         self._streams[stream.request] = stream
         stream.metrics = self.metrics.of(stream.model)
+        self.store(stream)
+
+    def store(self, stream: Stream) -> None:
+        """Counts the bytes of a request until its stream ends or ``forget`` is called. Raises
+        UnavailableError if the client exceeds its share of the bound on stored bytes."""
         error = self._stored.count(stream)
-        if error is not None:
-            raise error
+        if error:
+            raise UnavailableError(Code.CLIENT_LIMIT, error, retry_after_s=RETRY_AFTER_S)
+
+    def forget(self, stream: Stream) -> None:
+        """Stops counting the bytes of a request that has been answered or dropped before an engine
+        received it."""
+        self._stored.drop(stream)
 
     def get(self, request: int) -> Stream | None:
         """The live stream of a request; None if the request does not have one."""
@@ -97,7 +115,8 @@ class LiveStreams:
         return self._kept.get(request)
 
     def reported(self) -> Iterator[Stream]:
-        """The streams that are reported to a restarted broker; safe on another thread."""
+        """The streams that are reported to a restarted broker: live and stored streams. Any thread
+        may call this method."""
         return chain(self, self._kept)
 
     # --- tokens ---------------------------------------------------------------------------------
@@ -135,7 +154,7 @@ class LiveStreams:
                 self.metrics.errors.add(output.code or Code.INTERNAL)
         stream.live += output.parent is not None
         self._announce(stream)
-        # The first output of a stream is never a row of a batch.
+        # The first output of a stream is never a row, so it always passes through this method.
         if not stream.entries and stream.usage is not None:
             output.prompt_tokens = stream.usage.tokens
             output.cached_tokens = stream.usage.cached or 0
@@ -146,9 +165,9 @@ class LiveStreams:
         new.setdefault(stream, []).append(output)
 
     def _begin(self, columns: TokenColumns, new: dict[Stream, list[Token]]) -> TokenColumns | None:
-        """Adds each sequence's first output from this worker to the new entries. This output has
-        the stream's ``span`` and so cannot be a row. Returns the other rows; None if no rows are
-        left."""
+        """The first entry that a sequence gets from this worker has the stream's ``span``, so it
+        cannot be a row. If a request has such an entry in this step, adds all its outputs to the
+        new entries. Returns the rows of the other requests; None if there are none."""
         found = [(s, self._streams.get(s.request)) for s in columns.sequences]
         begun = {
             sequence.request
@@ -163,8 +182,8 @@ class LiveStreams:
         return rest
 
     def _known(self, sequences: list[Sequence]) -> Recipients | None:
-        """Returns the stored recipients if a model's last step had rows of the same sequences,
-        otherwise None."""
+        """Returns the stored recipients, if the last step of a model had rows of the same
+        sequences. If none had, returns None."""
         for known in self._recipients.values():
             if known.sequences == sequences:
                 return known
@@ -198,10 +217,12 @@ class LiveStreams:
         self._deliver({stream: ends})
 
     def finish(self, stream: Stream) -> None:
-        """Reports the end of a moved stream whose last entry was sent by the previous worker."""
+        """Reports the end of a moved stream. The previous worker has already sent the stream's last
+        entry."""
         if stream.save:
             self._post(saved_buffer_frames(stream), stream.link)
         self._post(TokenMessage([stream.request]).frames(), stream.link)
+        self.forget(stream)
         logs.end(stream.request)
 
     def _deliver(
@@ -213,8 +234,8 @@ class LiveStreams:
             if recipients is None and len(new) == 1:
                 self.fail(next(iter(new)), error, "sending its tokens")
                 return
-            # A value of one stream cannot be encoded. Each stream is sent separately, so that only
-            # this stream fails.
+            # A stream has a value that cannot be encoded. Each stream is sent separately, so that
+            # only this stream fails.
             rows = recipients.entries() if recipients is not None else {}
             for stream, entries in (rows | dict(new)).items():
                 self._deliver({stream: entries})
@@ -236,14 +257,15 @@ class LiveStreams:
         for stream in streams:
             if self._streams.get(stream.request) is stream:
                 error = self._stored.count(stream)
-                if error is not None:
-                    self.fail(stream, error, "storing its entries")
+                if error:
+                    refusal = RequestError(Code.TOO_LARGE, error)
+                    self.fail(stream, refusal, "storing its entries")
 
     def _messages(
         self, new: Mapping[Stream, list[Token]], recipients: Recipients | None
     ) -> list[tuple[Frames, int]]:
-        """The messages with their links: the saved buffers of streams that end, and then one
-        message with tokens for each broker."""
+        """The messages to send, each with its link. The first messages are the saved buffers of
+        streams that end. One message with tokens for each broker follows."""
         messages: list[tuple[Frames, int]] = []
         by_link: defaultdict[int, TokenMessage] = defaultdict(TokenMessage)
         for stream, entries in new.items():
@@ -262,7 +284,8 @@ class LiveStreams:
         return list(map(unpacked, stream.sent()))
 
     def _settle(self, stream: Stream) -> None:
-        """Adds to a stream the rows that were sent to its client (``Recipients.settle``)."""
+        """Stores the rows that were already sent to a stream's client in the stream
+        (``Recipients.settle``)."""
         for recipients in self._recipients.values():
             if stream in recipients.streams:
                 recipients.settle()
@@ -281,14 +304,15 @@ class LiveStreams:
             stream.take_form(flags)
 
     def cost(self, waiting: Attaching | Claiming) -> int:
-        """The number of entries that the answer to an ATTACH, or a JOURNAL, takes from the
-        budget."""
+        """The number of entries that a message takes from the budget. The message is the answer to
+        an ATTACH, or a JOURNAL."""
         self._settle(waiting.stream)
         return waiting.cost
 
     def attach(self, attaching: Iterable[Attaching]) -> None:
-        """Answers ATTACHes, at most one for each stream, with the entries that their clients have
-        not received. One message for each session has the rows of all its streams."""
+        """Answers ATTACHes with the entries that their clients have not received. There may be at
+        most one ATTACH for each stream. For each session, one message has the rows of all its
+        streams."""
         rows: defaultdict[tuple[int, int], dict[Stream, int]] = defaultdict(dict)
         for one in attaching:
             stream = one.stream
@@ -307,11 +331,11 @@ class LiveStreams:
                     self.fail(stream, error, "answering an ATTACH")
 
     def _attach(self, stream: Stream, received: int) -> int:
-        """Sends the answer to an ATTACH, and the missed entries. Leaves out the last entries that
-        can be sent as rows in columns, and returns the number of these rows."""
+        """Sends the answer to an ATTACH, and the missed entries. If the last entries can be sent as
+        rows in columns, leaves them out and returns their number."""
         self._settle(stream)
-        # If this copy of the stream has fewer entries than the client, the client discards the
-        # entries that this copy repeats.
+        # This copy of the stream may have fewer entries than the client has received. It then
+        # computes the missing entries again, and the client discards the repeated entries.
         received = min(received, stream.num_entries)
         missed, last_rows = stream.missed(received)
         answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
@@ -349,8 +373,8 @@ class LiveStreams:
         return len(streams)
 
     def send_journal(self, stream: Stream, claimed: int = 0) -> None:
-        """Sends the request and all entries of a stream to the broker of the stream's link, which
-        takes the stream over. ``claimed``: ``Journal.claimed``."""
+        """Sends the request and all entries of a stream to the broker of the stream's link. This
+        broker takes over the stream. ``claimed``: ``Journal.claimed``."""
         self._dissolve()
         self._post(journal_frames(stream, claimed), stream.link)
         if stream.save and not stream.live:
@@ -359,9 +383,9 @@ class LiveStreams:
     # --- ends -----------------------------------------------------------------------------------
 
     def fail(self, stream: Stream, error: Exception, doing: str) -> None:
-        """Ends a stream with an ERROR. The client receives ``error`` if it is a TokenbusError.
-        Otherwise the client receives an ``internal`` error: the worker failed while ``doing``
-        something."""
+        """Ends a stream with an ERROR. If ``error`` is a TokenbusError, the client receives it. Any
+        other exception becomes an ``internal`` error. ``doing``: the work in which the error was
+        raised."""
         if not isinstance(error, TokenbusError):
             number = stream.request
             log.error("request %d: %s failed", number, doing, exc_info=error, extra=about(number))

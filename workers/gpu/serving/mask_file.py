@@ -1,8 +1,8 @@
 """Shared memory for masks and biases: a controller worker on the same machine writes rows of a
 memory file, and the GPU worker reads them.
 
-The file has no name in a folder. The controller worker opens it under ``/proc`` while this process
-is alive, so a killed process leaves no file.
+The file does not have a name in a folder. While this process is alive, the controller worker can
+open the file under ``/proc``. So a killed process does not leave a file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROWS = 1024
 
 
 class MaskFile:
-    """``ROWS`` masks of ``words`` u32 each, and then ``ROWS`` biases, written by one controller
-    worker and read in place. The system allocates memory only for the parts of the file that have
-    been written.
+    """``ROWS`` masks of ``words`` u32 each, followed by ``ROWS`` biases. One controller worker
+    writes them, and this worker reads them in place. The system allocates memory only for the parts
+    of the file that have been written.
     """
 
     def __init__(self, words: int) -> None:
@@ -51,7 +51,7 @@ class MaskFile:
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
         """The path at which the controller worker opens the file, and the file's inode. The inode
-        identifies the file: after a restart, or in another container, the path may lead to another
+        is needed, because after a restart, or in another container, the path may lead to another
         file."""
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ class MaskFile:
 
 
 class MaskFiles:
-    """The memory files for controller workers that steer requests of this worker: one file for each
-    controller worker and mask size.
+    """The memory files of this worker. There is one file for each controller worker that steers
+    requests of this worker, and for each mask size.
 
-    A file is open while any live request uses the file. A controller worker that registers again
-    has a new id, and its earlier requests end, so the old file is closed.
+    A file is open while any live request uses it. When a controller worker registers again, it gets
+    a new id, and its earlier requests end. So its old file is closed.
     """
 
     def __init__(self) -> None:

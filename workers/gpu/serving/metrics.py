@@ -1,8 +1,8 @@
 """The counters of a GPU worker's requests by model.
 
-Tokens are not counted one by one. The interval between two steps is counted in one operation for
-all streams that have a token in both steps. Everything else is counted once for each request, or
-for each pause of a stream.
+Tokens are not counted one by one. If several streams have a token in two consecutive steps, one
+operation counts the interval between the steps for all of them. Everything else is counted once for
+each request, or once for each pause of a stream.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class WorkerMetrics:
         new: Mapping[Stream, list[Token]],
         recipients: Recipients | None = None,
     ) -> None:
-        """Counts a message before it is sent: the ``new`` entries, and one token for each
-        row of ``recipients``.
+        """Counts a message before it is sent. The message has the ``new`` entries, and one token
+        for each row of ``recipients``.
 
         While a batch does not change, the intervals of all its streams are counted in one
         operation.

@@ -67,8 +67,8 @@ class ModelMetrics:
                 self._prefill_s.observe(now - usage.admitted_at)
 
     def sent(self, now: float) -> None:
-        """Counts a message with tokens: the interval since the previous message, once for each
-        stream that has a token in both messages."""
+        """Counts a message with tokens. If a stream also has a token in the previous message, the
+        interval between the two messages is counted for it."""
         if self.regular:
             self.between_tokens_s.observe(now - self.sent_at, self.regular)
             self.regular = 0

@@ -1,8 +1,8 @@
 """Packs the lists and maps of entries that have been sent.
 
-A stream stores its entries for clients that attach and for brokers that claim it. 256
-``top_logprobs`` take 25 KiB as Python objects, and 3 KiB as a map in msgpack. If the entry is sent
-again in msgpack, the packed bytes are copied without decoding them.
+A stream stores its entries, because clients that attach and brokers that claim the stream may
+request them. 256 ``top_logprobs`` take 25 KiB as Python objects, and 3 KiB as a map in msgpack. If
+the entry is sent again in msgpack, the packed bytes are copied without decoding them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ fields."""
 
 
 def pack(entry: Token) -> int:
-    """Replaces long fields of a sent entry by ``msgspec.Raw``, which has their bytes in msgpack.
-    Returns the number of these bytes. Does not replace lists and maps that have at most one value.
+    """Replaces long fields of a sent entry by their bytes in msgpack (``msgspec.Raw``). Returns the
+    number of these bytes. Does not replace lists and maps that have at most one value.
     """
     size = 0
     for name in _KINDS:

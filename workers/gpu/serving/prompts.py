@@ -50,7 +50,7 @@ class RequestTexts(NamedTuple):
 
     def tokens(self, wanted: Callable[[], bool] = lambda: True) -> Tokens:
         """Tokenizes the texts; may be called on another thread. ``wanted`` returns whether the
-        tokens are still needed; if not, this method returns early, with fewer tokens. The
+        tokens are still needed. If they are not, this method returns early, with fewer tokens. The
         tokenizer's special first token (BOS) is added only if the prompt begins with a text.
 
         Raises RequestError if the texts have too many tokens or cannot be encoded.
@@ -58,8 +58,8 @@ class RequestTexts(NamedTuple):
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine will refuse a request with this number of tokens, or the tokens are no
-                # longer needed.
+                # No further part is tokenized: the engine will refuse a request with this number of
+                # tokens, or the tokens are no longer needed.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)
@@ -77,7 +77,8 @@ class RequestTexts(NamedTuple):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return len(tokenize(segment, self.tokenizer, start=False))
-        # Unlike a call for one text, a call for a batch releases the interpreter's lock.
+        # The text is tokenized as a batch of one, because a call for a batch releases the
+        # interpreter's lock, and a call for one text does not.
         return len(backend.encode_batch_fast([segment], add_special_tokens=False)[0])
 
 
@@ -86,9 +87,9 @@ def request_texts(
 ) -> RequestTexts:
     """The texts and token ids of a request, for a model with at most ``max_tokens`` tokens.
 
-    The last attachments are the buffers that the request names. The first attachment is the prompt
-    if the body has no prompt. Raises RequestError if the attachments do not fit the body, or if the
-    prompt is too long. If the token ids alone exceed ``max_tokens``, nothing is decoded.
+    The last attachments are the buffers that the request names. If the body does not have a prompt,
+    the first attachment is the prompt. Raises RequestError if the attachments do not fit the body,
+    or if the prompt is too long. If the token ids alone exceed ``max_tokens``, nothing is decoded.
     """
     own = len(attachments) - len(message.buffers)
     if own < 0:
@@ -127,8 +128,8 @@ def request_texts(
 
 
 def tokenize(text: str, tokenizer: Any, *, start: bool) -> list[int]:
-    """The token ids of a text. ``start``: whether the text begins the sequence, so that special
-    first tokens are added.
+    """The token ids of a text. ``start``: whether the text begins the sequence. If so, the
+    tokenizer's special first tokens are added.
 
     Raises RequestError if the tokenizer cannot encode the text.
     """

@@ -1,5 +1,5 @@
-"""The state of a model's new weights, from the broker's order until the new weights replace the old
-ones."""
+"""The state of a model's new weights, from the broker's order until they replace the model's old
+weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Reading:
     """The folder of the weights; empty if the weights are not in a folder."""
     mode: UpdateMode = "recompute"
     prepare: tuple[Order, int] | None = None
-    """The order that waits for the weights to be read, and the link over which it arrived."""
+    """The order to read the weights, which is answered when they have been read, and the link over
+    which it arrived."""
     commits: list[tuple[Order, int]] = field(default_factory=list)
-    """The orders that wait for the weights to replace the old ones, each with its link."""
+    """The orders that are answered when the weights have replaced the old weights, each with its
+    link."""
     committed: bool = False
-    """Whether the broker has made these weights the model's current weights. If so, the weights
-    replace the old ones as soon as they have been read."""
+    """Whether the broker has made these weights the model's current weights. If so, they replace
+    the old weights as soon as they have been read."""
     read: NewWeights | None = None
     link: int = -1
     """The link of ``prepare``."""
@@ -44,8 +46,7 @@ class Reading:
     incoming: Incoming | None = None
     """The transfer over the bus; None if no transfer runs."""
     attempts: int = 0
-    """Number of errors after which the worker has begun to receive the weights from another
-    worker."""
+    """How often the worker has begun to receive the weights from another worker after an error."""
     received: ReceivedFile | None = None
     """The file that has arrived over the bus."""
 

@@ -1,5 +1,5 @@
-"""The clients that receive the rows of a batch, computed once per batch instead of once per step. A
-row is a plain token of a step (``engine.sequence.TokenColumns``)."""
+"""The clients that receive the rows of a batch. They are computed when the batch changes, and not
+in each step. A row is a plain token of a step (``engine.sequence.TokenColumns``)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Part(NamedTuple):
     first: int
     end: int
     body: ColumnsBody | None
-    """The rows in columns; None if the rows are sent as entries. Each step replaces the columns,
-    except the columns of stream ids and sequence numbers."""
+    """The rows in columns; None if the rows are sent as entries. Each step replaces all columns
+    except those of stream ids and sequence numbers."""
     texts: bool
     """Whether any row has text."""
     candidates: bool
-    """Whether any row reports the distribution that its token was drawn from."""
+    """Whether any row reports the distribution from which its token was drawn."""
 
 
 class Recipients:
@@ -51,7 +51,8 @@ class Recipients:
         by_session: dict[tuple[int, int, Form, bool], list[tuple[int, Stream]]] = {}
         for row, (sequence, stream) in enumerate(zip(sequences, streams, strict=True)):
             if stream is not None:
-                # ``stream.form`` would be slower here, in a loop over the rows of each new batch.
+                # This is the value of ``stream.form``. Reading the property would be slower in this
+                # loop over all rows.
                 form: Form = "columns" if stream.columns else stream.encoding
                 in_columns = stream.columns and (stream.texts or not sequence.with_text)
                 key = stream.link, stream.session, form, in_columns
@@ -64,8 +65,8 @@ class Recipients:
         """The streams that have rows, each once."""
         self._ids = [stream.stream_id for stream in self._streams]
         self._seqs = [sequences[row].seq for row in order]
-        # If a stream has several rows, rows are added to the streams in each step, to keep the
-        # order of the stream's entries.
+        # If a stream has several rows, rows are added to the streams in each step. This keeps the
+        # entries of the stream in order.
         max_steps = MAX_STEPS if len(self.streams) == len(order) else 1
         self._block = np.zeros((max_steps, len(order)), ROWS).T
         """The rows that have not been added to the streams, ``[rows, steps]``, ordered by
@@ -94,7 +95,7 @@ class Recipients:
             first = end
 
     def take(self, columns: TokenColumns) -> None:
-        """Takes the rows of the next step. The caller has set ``sent_at`` to the time of the
+        """Takes the rows of the next step. The caller first sets ``sent_at`` to the time of the
         step."""
         if self._steps == self._block.shape[1]:
             self.settle()

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 A sequence without a controller resumes after its last token. A sequence with a controller resumes
-at its *resume point*. This is the last received entry with a sampled token, scores, a distribution
-or a fork. The controller is replayed up to the resume point and then decides again. Entries that
-the controller repeats and the client already has are suppressed.
+at its *resume point*: the last received entry with a sampled token, scores, a distribution or a
+fork. The controller is replayed up to the resume point and then decides again. It repeats entries
+that the client already has, and these entries are not sent again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Given:
     """Number of entries after the resume point: appended and dropped tokens."""
     log_chars: int = 0
     """Number of characters of the controller's log since the sequence's last sampled token, or
-    since its beginning."""
+    since its beginning if no token was sampled."""
     writes: int = 0
-    """Number of writes to variables since the sequence's last sampled token or its beginning."""
+    """Number of writes to variables since the sequence's last sampled token, or since its beginning
+    if no token was sampled."""
 
     messages: int = 0
-    """Number of texts for the client since the sequence's last sampled token or its beginning."""
+    """Number of texts for the client since the sequence's last sampled token, or since its
+    beginning if no token was sampled."""
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.log_chars or self.writes or self.messages)
@@ -58,10 +60,10 @@ class Resumed:
     tokens: list[int] = field(default_factory=list)
     """The tokens after the prompt, up to the resume point."""
     prompt: list[int] = field(default_factory=list)
-    """The prompt that replaced all tokens of the sequence before the resume point. Empty if the
-    sequence still has the prompt of its request."""
+    """The new prompt, if a prompt replaced all tokens of the sequence before the resume point.
+    Empty if the sequence still has the prompt of its request."""
     num_drops: int = 0
-    """Number of entries up to the resume point that dropped tokens."""
+    """How many entries up to the resume point dropped tokens."""
     given: Given = field(default_factory=Given)
     alive: bool = True
     replay: Replay = field(init=False)

@@ -1,10 +1,12 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS at a GPU worker.
 
-The broker sends each of these requests as ORDERs. UPDATE_WEIGHTS has two ORDERs: ``prepare`` reads
-the new weights, and ``commit`` makes them current. New weights are read on a thread, while streams
-run, and replace the old ones between two steps. A new stream of a model waits until the worker has
-the model's current weights and the model is not paused. If the worker cannot read the current
-weights from their folder, it receives them from another worker.
+PAUSE holds the new streams of a model, and in one mode also stops its steps. RESUME continues both.
+UPDATE_WEIGHTS replaces the model's weights. The broker sends each of these requests as ORDERs.
+UPDATE_WEIGHTS has two ORDERs: ``prepare`` reads the new weights, and ``commit`` makes them current.
+New weights are read on a thread, while streams run. They replace the old weights between two steps.
+A new stream of a model waits until the worker has the model's current weights and the model is not
+paused. If the worker cannot read the current weights from their folder, it receives them from
+another worker.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from .weights_exchange import Incoming, Sender
 log = logging.getLogger(__name__)
 
 MAX_READ = 4
-"""Maximum number of models whose new weights are being read, or wait to be used, at the same
-time."""
+"""Maximum number of models that have new weights at the same time. The weights are being read, or
+wait to be used."""
 
 
 class Rollouts:
@@ -69,29 +71,30 @@ class Rollouts:
         self._calls = calls
         self._sender = Sender(models, calls.post, calls.wake)
         self._states: dict[str, ModelState] = {}
-        """By model: the version of the weights and the pause that the broker has ordered. The
-        engine may not have these weights yet."""
+        """By model: the state that the broker has ordered, which is the version of the weights and
+        the pause. The engine may not have these weights yet."""
         self._readings: dict[str, Reading] = {}
         self._orders: list[tuple[Order, int]] = []
         """The orders that ``act`` will carry out, and their links."""
         self._waits: dict[str, list[tuple[Order, int, int]]] = {}
-        """By model: the PAUSEs that wait for the end of streams, each with its link and the number
-        of these streams."""
+        """By model: the PAUSEs that wait until the model's streams have ended, each with its link
+        and the number of these streams."""
         self._wanted: SimpleQueue[Reading] = SimpleQueue()
         self._read: SimpleQueue[tuple[Reading, NewWeights | WeightsError]] = SimpleQueue()
         self._reader: threading.Thread | None = None
         self.failed: str | None = None
-        """The reason why the worker must exit: a model may have outdated weights, or a mixture of
-        two versions. None if the worker can continue."""
+        """The reason why the worker must exit; None if it can continue. The worker must exit if a
+        model has outdated weights or a mixture of two versions."""
 
     @property
     def states(self) -> list[ModelState]:
-        """The states of the models whose weights have changed, or that are or were paused; safe on
-        another thread."""
+        """The states of the models whose weights have changed, and of the models that are or were
+        paused. Any thread may read them."""
         return list(self._states.values())
 
     def frozen(self, model: str) -> bool:
-        """Whether no step of a model may run, because the model is paused and keeps its streams."""
+        """Whether the steps of a model must not run, because the model is paused and keeps its
+        streams."""
         state = self._states.get(model)
         return state is not None and state.paused == "keep"
 
@@ -105,7 +108,8 @@ class Rollouts:
         self._orders.append((order, link))
 
     def on_states(self, states: Iterable[ModelState]) -> None:
-        """Receives the states of models from a broker that has registered this worker."""
+        """Receives the states of models from a broker. The broker sends them when it registers this
+        worker."""
         for state in states:
             known = self._states.get(state.model)
             if known is not None and known.version > state.version:
@@ -116,7 +120,8 @@ class Rollouts:
             self._settle(state.model)
 
     def on_fetch(self, fetch: FetchWeights, address: int, link: int) -> None:
-        """Receives the request of another worker for a part of a model's weights."""
+        """Receives a FETCH_WEIGHTS, with which another worker requests a part of a model's
+        weights."""
         self._sender.add(fetch, address, link)
 
     def on_part(self, part: WeightsPart, content: list[bytes], sender: int) -> None:
@@ -151,8 +156,8 @@ class Rollouts:
                 del self._readings[model]
 
     def hold(self, model: str) -> None:
-        """Holds a model's requests if the loaded weights may be outdated. Called before an event of
-        loading the model is handled."""
+        """Holds a model's requests if the weights that are loaded may be outdated. Called before an
+        event of loading the model is handled."""
         state = self._states.get(model)
         if state is not None and state.version:
             self._arrivals.held.add(model)
@@ -195,7 +200,8 @@ class Rollouts:
     # --- weights --------------------------------------------------------------------------------
 
     def _prepare(self, order: Order, link: int) -> None:
-        """Begins to read weights. A model that is not loaded has nothing to prepare."""
+        """Begins to read the weights that an order names. If the model is not loaded, only answers
+        the order."""
         engine = self._models.engines.get(order.model)
         if engine is None:
             self._done(order, link)
@@ -216,15 +222,15 @@ class Rollouts:
             self._begin(reading)
 
     def _reads_current(self, model: str) -> bool:
-        """Whether the current weights of a model are being read, so that another update must wait.
-        Returns False while the weights arrive over the bus, because an update may discard this
+        """Whether the current weights of a model are being read. Another update must then wait.
+        Returns False if the weights arrive over the bus, because an update may discard this
         transfer."""
         reading = self._readings.get(model)
         return reading is not None and reading.committed and reading.incoming is None
 
     def _commit(self, order: Order, link: int) -> None:
-        """Records that a version of the weights is now a model's current version. The weights
-        replace the old ones as soon as they have been read."""
+        """Records that a version of the weights is now a model's current version. These weights
+        replace the old weights as soon as they have been read."""
         state = self._states.get(order.model) or ModelState(model=order.model)
         if order.version > state.version:
             state = replace(state, version=order.version, folder=order.folder, hashes=order.hashes)
@@ -240,14 +246,15 @@ class Rollouts:
             self._replace(reading)
 
     def _drop(self, order: Order) -> None:
-        """Discards weights that are not the current ones."""
+        """Discards the weights that an order names, if they have not become the current weights."""
         reading = self._readings.get(order.model)
         if reading is not None and not reading.committed and reading.version == order.version:
             del self._readings[order.model]
             self._catch_up(order.model)
 
     def _catch_up(self, model: str, mode: UpdateMode = "recompute") -> None:
-        """Begins to read the current weights of a loaded model that does not have them yet."""
+        """Begins to read the current weights of a model, if the model is loaded and does not have
+        them yet."""
         if not self._lags(model):
             return
         engine, state = self._models.engines[model], self._states[model]
@@ -260,14 +267,14 @@ class Rollouts:
             )
             self._begin(reading)
         elif reading.prepare is not None and reading.incoming is not None and weights:
-            # The link to the broker that forwarded the operator's weights is broken, so this worker
-            # receives the weights from another worker.
+            # This worker was receiving the weights from the operator, through a broker whose link
+            # is now broken. So it receives them from another worker.
             reading.weights = weights
             self._receive(reading)
         reading.mode, reading.committed, reading.weights = mode, True, weights
 
     def _lags(self, model: str) -> bool:
-        """Whether a model is loaded with weights that are not the current ones."""
+        """Whether a model is loaded, but does not have its current weights."""
         engine, state = self._models.engines.get(model), self._states.get(model)
         return engine is not None and state is not None and engine.loaded.version < state.version
 
@@ -293,7 +300,8 @@ class Rollouts:
 
     def _receive(self, reading: Reading, turn: int = 0) -> None:
         """Begins to receive weights from another worker. If ``turn`` is above 0, an earlier attempt
-        has failed, and ``Incoming.ask_again`` requests the first part later."""
+        has failed. The first part is then not requested now, but later by
+        ``Incoming.ask_again``."""
         fetch = FetchWeights(model=reading.model, weights=reading.weights, turn=turn)
         log.info("%s gets version %d from another worker", reading.model, reading.version)
         reading.received, reading.shared, reading.sha256 = None, "", ""
@@ -394,8 +402,8 @@ class Rollouts:
             self._done(order, link, streams=streams, pause_ms=pause_ms, weights=new.weights)
 
     def _outdated(self, reading: Reading, error: str) -> None:
-        """Handles a model whose current weights cannot be read. If the model has streams or is the
-        default model, the worker exits and the streams move. Otherwise the model is unloaded."""
+        """Called if the current weights of a model cannot be read. If the model has streams or is
+        the default model, the worker exits and the streams move. If not, the model is unloaded."""
         model = reading.model
         why = f"{model} cannot have version {reading.version} of its weights: {error}"
         for order, link in reading.commits:
@@ -439,8 +447,8 @@ class Rollouts:
     # --- details --------------------------------------------------------------------------------
 
     def _settle(self, model: str) -> None:
-        """If a model is paused or does not have its current weights, holds the model's new
-        requests. Otherwise begins the held requests."""
+        """Holds new requests of a model while the model is paused or does not have its current
+        weights. When neither is the case, begins the held requests."""
         state = self._states.get(model)
         if (state is not None and state.paused is not None) or self._lags(model):
             self._arrivals.held.add(model)
@@ -483,7 +491,7 @@ class Calls:
     changed: Callable[[], None]
     """Called when the worker's registration (its models and their weights) has changed."""
     wake: Callable[[], None]
-    """Makes the loop call ``act`` soon; also called on another thread."""
+    """Makes the loop call ``act`` soon. Any thread may call this function."""
     fetch: Callable[[Frames, int], None]
     """Sends frames to one of the brokers, which a number selects."""
     cancel: Callable[[Stream, Cancel], None]

@@ -31,15 +31,15 @@ class Notes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The tokens that a sequence samples until the next STEP. A run has several tokens if one
-    decision covers them (``StepResult.run``), or one token whose log-probability the controller
-    asked for."""
+    """The tokens that a sequence samples until the next STEP. A sequence has a run if one decision
+    covers several tokens (``StepResult.run``), or if the controller has requested the
+    log-probability of its next token."""
 
     left: int
     """Maximum number of further tokens."""
     endings: np.ndarray | None
-    """The set of tokens that end the run, as one bit for each token in u32 words. None if the run
-    ends only after ``left`` tokens."""
+    """The tokens that end the run: u32 words with one bit for each token of the vocabulary. None if
+    the run ends only after ``left`` tokens."""
     asks: bool = False
     """Whether the STEP that reports the tokens also has their ``logprobs``."""
     tokens: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Steered:
 
     engine: Engine
     eos: frozenset[int]
-    """The end-of-sequence tokens, which end a sequence unless the controller decides otherwise."""
+    """The end-of-sequence tokens. They end a sequence if the controller does not prevent it."""
     link: int = 0
     """The link to the client's broker, which forwards messages to the controller worker."""
     attempt: int = 0
@@ -78,7 +78,8 @@ class Steered:
     """The mask file; None if the controller worker is on another machine, or if the system could
     not make a file."""
     ends: dict[int, TokenOutput] = field(default_factory=dict)
-    """By sequence: the last output, which is sent after the controller's last round."""
+    """By sequence: the last output. It is stored here until the controller's last round is
+    complete, and is then sent."""
     stopped: set[int] = field(default_factory=set)
     """Sequences whose controller has stopped or failed. Their end is not reported to the
     controller."""
@@ -95,7 +96,8 @@ class Steered:
     notes: dict[int, Notes] = field(default_factory=dict)
     """By sequence: the notes that are sent with the sequence's next token."""
     wakes: dict[int, int] = field(default_factory=dict)
-    """By sequence: how often the sequence was woken since its last sampled token."""
+    """By sequence: how often the controller worker has woken the sequence since its last sampled
+    token."""
     given: dict[int, Given] = field(default_factory=dict)
     """After the controller was restarted, by sequence: the outputs that the controller repeats and
     the client already has."""
@@ -124,9 +126,9 @@ class Steered:
         return notes is not None and bool(notes.messages or notes.waiting)
 
     def repeats(self, output: TokenOutput) -> bool:
-        """Whether an output repeats an appended or dropped token that the client already received
-        before the controller was restarted. From the next sampled token or the end on, all outputs
-        are new."""
+        """Whether the client already has an output, because a restarted controller repeats it. Only
+        outputs that append or drop tokens can be repeated. After the next sampled token, and at the
+        end of the sequence, all outputs are new."""
         given = self.given.get(output.seq)
         if given is None or output.parent is not None or output.is_report:
             return False
@@ -153,8 +155,8 @@ class Steered:
             if output.is_report:
                 output.waiting = notes.waiting
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
-                # The number of the awaited input is sent with the report after the last appended
-                # token.
+                # The controller has appended tokens and then waits for an input. The number of this
+                # input is sent with the report after the last appended token.
                 self.notes[output.seq] = Notes(waiting=notes.waiting)
             if output.is_input:
                 output.wakes = self.wakes.pop(output.seq, 0)

@@ -1,9 +1,10 @@
 """The GPU worker's side of controllers: sends sampled tokens, and applies decisions.
 
-A sequence with a controller is sampled when its decision for this round has arrived. Decisions
-arrive while the forward runs. After the forward, the batch waits a moment for missing decisions.
-Sequences without a decision are then deferred, and the step continues with the others. If a
-decision never arrives, its sequence ends with an error.
+In each round, a controller decides how its sequence continues. The sequence is sampled only after
+this decision has arrived. Decisions usually arrive while the forward runs. After the forward, the
+batch waits a moment for missing decisions. Then sequences without a decision are deferred, and the
+step continues with the other sequences. If a decision never arrives, its sequence ends with an
+error.
 
 An *update* is the part of a STEP about one sequence. A *run* is the tokens that a sequence samples
 until the next STEP (``steered.Run``). The *notes* of a sequence are the controller's logs, writes
@@ -49,25 +50,25 @@ EMPTY_MASK = (
 )
 
 PATIENCE = 0.25
-"""Time for which a batch waits for missing decisions, as a fraction of the forward's duration,
-within the bounds ``PATIENCE_S``."""
+"""A batch waits for missing decisions for this fraction of the forward's duration, within the
+bounds ``PATIENCE_S``."""
 PATIENCE_S = (0.0003, 0.005)
 """The shortest and the longest time for which a batch waits for missing decisions, in seconds."""
 POLL_S = 0.0005
-"""While decisions are missing: interval of checking whether the forward has finished, in
-seconds."""
+"""While decisions are missing, the worker checks at this interval, in seconds, whether the forward
+has finished."""
 REPLAYED_ROUND_S = 0.25
 """Allowed average duration of a replayed round, in seconds."""
 CHECK_S = 1.0
-"""Interval of checking for overdue decisions, in seconds."""
+"""The worker checks for overdue decisions at this interval, in seconds."""
 
 Key = tuple[int, int]
 """Request and sequence number."""
 
 
 def decision_timeout(settings: Settings) -> float:
-    """The time limit of a decision, in seconds. It is longer than any call of a controller may
-    take."""
+    """The time limit of a decision, in seconds. It is longer than the longest time that a call of a
+    controller may take."""
     calls_ms = settings.controller_pre_ms + settings.controller_mid_ms + settings.controller_post_ms
     round_ms = max(calls_ms, 3 * settings.controller_script_ms)
     return settings.controller_decision_s + (settings.controller_init_ms + round_ms) / 1000
@@ -77,9 +78,9 @@ class Steering:
     """The requests with controllers, and their awaited decisions. ``post`` sends frames over a
     link.
 
-    ``timeout_s``: time limit of a decision, in seconds of ``clock``; a sequence whose decision is
-    overdue ends with an error. ``again_s``: additional time after a controller was restarted,
-    because the restart may have to wait for a controller worker.
+    ``timeout_s``: time limit of a decision, in seconds of ``clock``. If a decision is overdue, its
+    sequence ends with an error. ``again_s``: additional time for the first decisions of a restarted
+    controller, because the restart may have to wait for a controller worker.
     """
 
     def __init__(
@@ -98,20 +99,19 @@ class Steering:
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
-        """The sequences whose decision has not arrived, each with the time after which the decision
-        is overdue. The time is ``inf`` for suspended sequences, for sequences that wait for scores,
-        and for forks that wait for logits."""
+        """The sequences whose decisions have not arrived, each with the time after which its
+        decision is overdue. The time is ``inf`` for a sequence that is suspended, waits for scores,
+        or waits for logits before it forks."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """For each sequence that will fork when it has logits: its decision to fork, followed by
-        the decisions that are applied after the fork."""
+        """For each sequence that will fork when it has logits: its decision to fork, and the later
+        decisions that must wait for the fork."""
         self._behind: dict[Key, Key] = {}
-        """For each sequence whose decision waits in ``_forks``: the sequence that must fork
-        first."""
+        """For each sequence with a decision in ``_forks``: the sequence that must fork first."""
         self._runs: dict[Key, Run] = {}
         """The current run of each sequence that has a run (``steered.Run``)."""
         self._early_forks: set[Key] = set()
-        """The sequences that may fork before they have logits (function ``_early_forks``). The set
-        is empty unless a RESULT is being applied."""
+        """The sequences that may fork before they have logits (function ``_early_forks``). Only
+        used while a RESULT is applied; empty at other times."""
         self._files = MaskFiles()
 
     @property
@@ -132,9 +132,9 @@ class Steering:
         """Starts the controller of a request that was added to its engine. ``link``: the link to
         the request's broker.
 
-        With ``start.replay``, the controller is restarted. Its first decisions may then take
-        longer, and entries that the client already has (``given``) are not sent again. Raises
-        RequestError, and sends nothing, if the controller's argument cannot be encoded.
+        If ``start`` has a ``replay``, the controller is restarted. Its first decisions may then
+        take longer. ``given``: the entries that the client already has; they are not sent again.
+        Raises RequestError, and sends nothing, if the controller's argument cannot be encoded.
         """
         try:
             body = encode_body(start, "msgpack")
@@ -155,9 +155,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. Only texts are
-        recorded whose constraint has sent the next mask. A text is complete if this mask allows an
-        end-of-sequence token, and otherwise cut."""
+        """Called before a request is cancelled. Records for each of its texts whether the text is
+        complete or cut, if the constraint of the text has sent the next mask. The text is complete
+        if this mask allows an end-of-sequence token, and cut if it does not."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -169,8 +169,8 @@ class Steering:
                 steered.text_ends[seq] = "complete" if whole else "cut"
 
     def kept_ends(self, request: int) -> list[TokenOutput]:
-        """The last outputs of a cancelled request that are stored until the controller's last round
-        is complete."""
+        """The stored last outputs of a cancelled request. They were waiting for the controller's
+        last rounds."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
 
@@ -197,11 +197,11 @@ class Steering:
     # --- the step -------------------------------------------------------------------------------
 
     def decide(self, engine: Engine, step: PendingStep, receive: Callable[[float], None]) -> None:
-        """Called between forward and sampling. Receives decisions while the forward runs and for a
-        moment after it, and then defers the sequences without a decision.
+        """Called after the forward was launched, and before sampling. Receives decisions while the
+        forward runs and for a moment after it. Then defers the sequences without a decision.
 
-        ``receive`` processes bus messages. Its argument is the longest wait for the first message,
-        in seconds.
+        ``receive`` processes bus messages. Its argument is the maximum time, in seconds, that it
+        waits for the first message.
         """
         receive(0.0)
         undecided = self._undecided(step)
@@ -228,7 +228,7 @@ class Steering:
         updates: dict[int, list[StepSequence]] = {}
         others, columns = outputs.others, outputs.columns
         if columns is not None:
-            # Stored notes are sent with the sequence's token, which then cannot be in columns.
+            # Stored notes are sent with the sequence's token. Such a token cannot be in columns.
             noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
             if noted:
                 columns, with_notes = columns.without(noted)
@@ -261,8 +261,8 @@ class Steering:
         return StepOutputs(for_clients, columns)
 
     def expire(self) -> list[TokenOutput]:
-        """Ends the sequences whose decisions are overdue, at most once every ``CHECK_S``. Returns
-        the last outputs that were stored for these sequences."""
+        """Ends the sequences whose decisions are overdue. Does nothing if the last check was less
+        than ``CHECK_S`` ago. Returns the last outputs that were stored for the ended sequences."""
         now = self._clock()
         if now < self._next_check:
             return []
@@ -283,7 +283,7 @@ class Steering:
         """Applies the decisions of a RESULT that arrived over ``link``. Returns the stored last
         outputs of the sequences whose last round is now complete.
 
-        An entry that is malformed or cannot be applied ends only its own sequence, with an error.
+        If an entry is malformed or cannot be applied, only its own sequence ends, with an error.
         Raises RequestError if the body is not a valid RESULT.
         """
         ends: list[TokenOutput] = []
@@ -312,9 +312,9 @@ class Steering:
         return ends
 
     def _samples_under_row(self, worker: int, one: StepResult) -> bool:
-        """A fast path for the most frequent decision: to sample a token under a mask in the mask
-        file. Returns False, and changes nothing, if the decision or the request needs more work, or
-        if the sequence does not wait for a decision."""
+        """A fast path for the most frequent decision, which samples a token under a mask in the
+        mask file. If the decision or the request needs more work, or the sequence does not wait for
+        a decision, returns False and changes nothing."""
         if one.row is None or not just_samples(one) or one.constraint is not None:
             return False
         if one.along or one.takes_drafts or one.biased or one.has_options or one.run > 1:
@@ -322,9 +322,9 @@ class Steering:
         return self._samples_in_row(worker, one.request, one.seq, one.row)
 
     def _samples_in_row(self, worker: int, request: int, seq: int, row: int) -> bool:
-        """Applies a decision to sample a sequence's next token under a mask in the mask file.
-        Returns False, and changes nothing, if the request needs more work, or if the sequence does
-        not wait for a decision."""
+        """Applies a decision that samples a sequence's next token under a mask in the mask file. If
+        the request needs more work, or the sequence does not wait for a decision, returns False and
+        changes nothing."""
         steered = self._requests.get(request)
         if steered is None or steered.worker != worker:
             return False
@@ -341,9 +341,9 @@ class Steering:
     def _steered_by(
         self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
     ) -> Steered | None:
-        """The request of a decision from ``worker``. None if the decision is outdated: the request
-        has ended or is at another broker, another worker runs its controller, or the controller was
-        restarted after the decision."""
+        """The request of a decision from ``worker``. None if the decision is outdated. This is the
+        case if the request has ended or is at another broker, if another worker runs its
+        controller, or if the controller was restarted after the decision."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None
@@ -393,7 +393,8 @@ class Steering:
         return []
 
     def _undecided(self, step: PendingStep) -> list[Key]:
-        """The ready sequences without a decision. Forks that waited for logits are made first."""
+        """First makes the forks that waited for logits. Then returns the ready sequences without a
+        decision."""
         for key in step.ready if self._forks else ():
             self._make_forks(key)
         return [key for key in step.ready if key in self._awaited]
@@ -427,8 +428,8 @@ class Steering:
         elif not self._changed(steered, one):
             del self._awaited[key]
         elif one.action == "fork" and not (engine.ready(*key) or self._forks_early(engine, key)):
-            # The fork waits for the sequence's logits. Without logits, each resulting sequence
-            # would have to compute the remaining tokens.
+            # The fork waits until the sequence has logits. If it did not wait, each resulting
+            # sequence would have to compute the remaining tokens.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
@@ -436,8 +437,8 @@ class Steering:
             self._apply(engine, one, under)
 
     def _samples(self, engine: Engine, one: StepResult, under: Under) -> bool:
-        """Applies a decision that only samples. Returns False, and changes nothing, if
-        ``Engine.sample_under`` cannot apply the decision."""
+        """Applies a decision that only samples. If ``Engine.sample_under`` cannot apply the
+        decision, returns False and changes nothing."""
         mask = under.mask if one.run == 1 else None
         if not engine.sample_under(one.request, one.seq, mask, under.bias, under.options):
             return False
@@ -454,30 +455,31 @@ class Steering:
         if endings is not None and len(endings) != engine.mask_words:
             text = f"the mask of a run has {len(endings)} words; expected {engine.mask_words}"
             raise ControllerError(Code.CONTROLLER_FAILED, text)
-        # The mask is copied, because the run outlasts this step.
+        # The mask is copied, because the run continues after this step.
         ends = None if endings is None else endings.copy()
         self._runs[one.request, one.seq] = Run(one.run, ends, one.logprobs)
 
     def _forks_early(self, engine: Engine, key: Key) -> bool:
-        """Whether a sequence can fork before it has logits. Two conditions must hold: the resulting
-        sequences then drop or append tokens, and at most one of their common tokens has not been
-        computed."""
+        """Whether a sequence can fork before it has logits. It can if each resulting sequence then
+        drops or appends tokens, and at most one of their common tokens has not been computed."""
         return key in self._early_forks and engine.num_missing(*key) <= 1
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
-        """Ignores a decision whose sequence has ended, does not exist, or already has a decision
-        for this round."""
+        """Ignores a decision, because its sequence has ended, does not exist, or already has a
+        decision for this round."""
         log.debug("ignored the decision %s for %s, which does not wait for a decision", action, key)
         self._awaited.pop(key, None)
         if action not in ("fork", "stop", "error") and not steered.engine.alive(*key):
             # The sequence ended while the controller decided. The controller now waits for a token,
-            # an answer to its query, scores or a wake-up, so this STEP reports the end. A fork
-            # needs no STEP, because the controller sends another decision before it waits.
+            # an answer to its query, scores or a wake-up. This STEP reports the end. After a
+            # decision to fork, a STEP is not needed, because the controller sends another decision
+            # before it waits.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
-        """Resumes the sequence of a decision, drops and appends its tokens, and stores its notes,
-        as the decision requires. Returns whether the sequence is still alive."""
+        """Makes the changes that a decision requires before its action: resumes the sequence,
+        stores its notes, and drops and appends its tokens. Returns whether the sequence is still
+        alive."""
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
         steered.note(one)
@@ -488,11 +490,11 @@ class Steering:
         if one.pin is not None and engine.alive(*key):
             engine.pin(*key, self._clock() + one.pin.seconds, one.pin.owner)
         if steered.has_report(one.seq):
-            # The controller may wait for the client's answer, so the report is sent now, not with
-            # the next token.
+            # The report is sent now, and not with the next token, because the controller may wait
+            # for the client's answer.
             engine.report(*key)
-        # A decision to fork that waits for logits is applied twice, but these changes must be made
-        # only once.
+        # If a decision to fork waits for logits, this method is called twice for it. The changes
+        # must be made only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
         one.messages, one.prompt, one.pin, one.awaits = [], [], None, 0
         return engine.alive(*key)
@@ -531,7 +533,7 @@ class Steering:
 
     @staticmethod
     def _check_children(engine: Engine, one: StepResult) -> None:
-        """Raises ControllerError if a number of a new sequence is not valid, occurs twice, or
+        """Raises ControllerError if the number of a new sequence is not valid, occurs twice, or
         belongs to a live sequence."""
         children = one.children
         known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
@@ -577,8 +579,8 @@ class Steering:
     # --- messages -------------------------------------------------------------------------------
 
     def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
-        """For each row, adds an update that reports the sampled token, and awaits the next decision
-        of the row's sequence."""
+        """For each row with a controller, adds an update that reports the sampled token. The next
+        decision of the row's sequence is then awaited."""
         due = self._clock() + self._timeout_s
         numbers = columns.tokens.tolist(), columns.logprobs.tolist()
         for sequence, token, logprob in zip(columns.sequences, *numbers, strict=True):
@@ -596,8 +598,8 @@ class Steering:
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
         """The update that reports an output to its controller; None if no report is needed.
 
-        If a sequence ends with a token, and not at its controller's decision, the controller runs a
-        last round. The last output is stored until that round is complete.
+        If a sequence ends with a token, and its controller has not decided to stop, the controller
+        runs a last round. The last output is stored until this round is complete.
         """
         if output.token is None and output.is_input:
             self._await((output.request, output.seq))
@@ -626,8 +628,8 @@ class Steering:
                     reason = "stop"
                 self._await((output.request, output.seq))
                 if output.shortened and isinstance(output.stop, str):
-                    # The controller receives the stop string, because it needs the text before the
-                    # string.
+                    # The controller receives the stop string, so that it can find the end of the
+                    # text before the string.
                     stop = output.stop
                 output.finish_reason = reason
                 output.shortened = output.shortened and not stop
@@ -638,9 +640,9 @@ class Steering:
         return update
 
     def _ends_run(self, update: StepSequence, logprob: float) -> bool:
-        """Adds the token of an update, and the token's log-probability, to the sequence's run.
-        Returns False while the run continues. When the run ends, gives the update all tokens of the
-        run and returns True. If the sequence has no run, returns True."""
+        """Adds the token of an update, and its log-probability, to the sequence's run. If the run
+        continues, returns False. If the run ends, puts all its tokens into the update and returns
+        True. If the sequence does not have a run, returns True."""
         key = update.request, update.seq
         run = self._runs.get(key)
         if run is None:
@@ -676,8 +678,9 @@ class Steering:
 
 
 def _early_forks(decisions: Sequence[StepResult]) -> set[Key]:
-    """The sequences that fork in these decisions of a RESULT, if the next decision of each
-    resulting sequence drops or appends tokens."""
+    """Among the sequences that these decisions of a RESULT fork, finds those that may fork early. A
+    sequence may fork early if the next decision of each resulting sequence drops or appends
+    tokens."""
     if not any(one.action == "fork" for one in decisions):
         return set()
     found: set[Key] = set()
@@ -692,8 +695,8 @@ def _early_forks(decisions: Sequence[StepResult]) -> set[Key]:
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:
-    """Adds an update to a list. Several tokens of one sequence, from a verified draft, become one
-    update."""
+    """Adds an update to a list. If the last update is of the same sequence, joins the two. A
+    verified draft gives several updates of one sequence."""
     last = updates[-1] if updates else None
     if last is None or (last.request, last.seq) != (update.request, update.seq):
         updates.append(update)

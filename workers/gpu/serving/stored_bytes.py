@@ -1,16 +1,18 @@
-"""Bounds the memory of the requests and the entries that live streams store.
+"""Bounds the memory of the requests at a GPU worker and of the entries that live streams store.
 
-Until its end, a stream stores its request and its entries for clients that attach and brokers that
-claim the stream. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take 3
-KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
-and a stream that exceeds the share of its client ends.
+A request counts from its arrival, also while its model is loaded or its texts are tokenized. Until
+its end, a stream stores its request and its entries. Clients that attach and brokers that claim the
+stream receive them. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
+3 KiB, and a request may have 128 sequences that wait for an input. So clients share a bound. A
+request that exceeds its client's share is refused, and a stream that exceeds the share ends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from sys import getsizeof
 
-from ....protocol.errors import Code, RequestError
+from ....protocol.messages import Embed, Generate, Score
 from ....protocol.shares import fits_share
 from ...machine import machine_memory
 from .streams import Stream
@@ -18,6 +20,8 @@ from .streams import Stream
 MEMORY_PART = 8
 """The requests and entries at all GPU workers of a machine take at most this part of the machine's
 memory."""
+ID_BYTES = 40
+"""The memory of a decoded token id, in bytes: an element of a list, and an int."""
 USUAL_BYTES = 16 * 1024**3
 """The bound of a machine whose memory is unknown, in bytes."""
 
@@ -31,8 +35,25 @@ def max_stored_bytes(num_workers: int) -> int:
     return whole // max(1, num_workers)
 
 
+def decoded_bytes(request: Generate | Score | Embed, num_bytes: int) -> int:
+    """The memory of a request's decoded texts and token ids, in bytes. ``num_bytes``: size of the
+    body. It bounds the memory of a controller's argument that is an object or a list."""
+    if isinstance(request, Embed):
+        return sum(map(_memory, request.inputs))
+    if isinstance(request, Score):
+        return _memory(request.prompt) + _memory(request.scored)
+    arg = request.controller_arg
+    of_arg = ID_BYTES * num_bytes if isinstance(arg, dict | list) else _memory(arg)
+    return _memory(request.prompt) + of_arg
+
+
+def _memory(part: str | list[int] | None) -> int:
+    return ID_BYTES * len(part) if isinstance(part, list) else getsizeof(part)
+
+
 class StoredBytes:
-    """The bytes of the live streams of a worker, by client. ``most``: the bound on all bytes."""
+    """The bytes of the requests and the live streams of a worker, by client. ``most``: the bound on
+    all bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -40,24 +61,26 @@ class StoredBytes:
         self._clients: Counter[int] = Counter()
         self._streams: Counter[Stream] = Counter()
 
-    def count(self, stream: Stream) -> RequestError | None:
-        """Counts the new bytes of a stream. Returns the error with which the stream must end if its
-        client exceeds its share, otherwise None."""
+    def count(self, stream: Stream) -> str:
+        """Counts the new bytes of a stream. If the stream's client now exceeds its share, returns
+        the message of the error with which the stream must end. If not, returns an empty
+        string."""
         size = stream.long_bytes - self._streams[stream]
         if not size:
-            return None
+            return ""
         own = self._clients[stream.client]
         fits = fits_share(own, self._total, self._most, size)
         self._clients[stream.client] += size
         self._streams[stream] += size
         self._total += size
         if fits:
-            return None
-        return RequestError(
-            Code.TOO_LARGE,
-            "the requests, log-probabilities, candidates, logs and writes of your running streams "
-            f"take {own + size} bytes at this worker; all clients together take {self._total} of "
-            f"{self._most} bytes; ask for fewer top_logprobs, or run fewer sequences at a time",
+            return ""
+        return (
+            "the requests, log-probabilities, candidates, logs and writes of your waiting and "
+            f"running streams take {own + size} bytes at this worker; all clients together take "
+            f"{self._total} of {self._most} bytes (1/{MEMORY_PART} of the machine's memory, "
+            "divided by the setting gpu_workers); ask for fewer top_logprobs, or run fewer "
+            "sequences at a time"
         )
 
     def drop(self, stream: Stream) -> None:

@@ -1,7 +1,7 @@
-"""The streams that a GPU worker runs, and the messages that carry their tokens.
+"""The streams that a GPU worker runs, and the messages that carry the streams' tokens.
 
-The tokens of a step are one multipart message for each broker, with a body for each session. The
-broker forwards the bodies unchanged.
+After a step, the worker sends one multipart message with tokens to each broker. It has a body for
+each session. The broker forwards the bodies unchanged.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
 """The form of a client's TOKEN messages: entries in one of two encodings, or columns in msgpack."""
 ROW = Struct("<IdII")
-"""A *row*: a plain token (``engine.sequence.TokenColumns``) that was sent, as token,
-log-probability, position and sequence number."""
+"""The binary form of a *row*, which is a plain token (``engine.sequence.TokenColumns``) that was
+sent. The fields are token, log-probability, position and sequence number."""
 ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
 """The fields of ``ROW`` as a NumPy type."""
 
 LONG_ENTRY_BYTES = 2048
-"""The memory of an entry with 256 ``top_logprobs`` in addition to its packed fields, in bytes."""
+"""Bytes of memory that an entry with 256 ``top_logprobs`` takes in addition to its packed
+fields."""
 
 
 class Move(NamedTuple):
@@ -104,10 +105,13 @@ class Stream:
     row_texts: list[str | None] = field(default_factory=list)
     """The text of each row; empty if the request does not ask for text."""
     row_candidates: list[Candidate] = field(default_factory=list)
-    """The distribution of each row, if the request asks for distributions; otherwise empty."""
+    """The distribution of each row; empty if the request does not ask for distributions."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
-    """All other entries that were sent, each with the number of rows before it. The fields of an
-    entry are packed (``packed_fields``) when its message has been encoded."""
+    """All other entries that were sent, each with the number of rows before it. When the message of
+    an entry has been encoded, the entry's fields are packed (``packed_fields``)."""
+    decoded_bytes: int = 0
+    """The memory of the request's decoded texts and token ids, and of an EMBED's vectors, in
+    bytes."""
     packed_bytes: int = 0
     """Number of bytes of all packed fields."""
     written_bytes: int = 0
@@ -117,8 +121,8 @@ class Stream:
     num_long: int = 0
     """Number of entries with packed fields or with logs, messages or writes of a program."""
     claimed_by: int | None = None
-    """The link whose CLAIM waits for the JOURNAL of this stream. Set and cleared by
-    ``ReportQueue``."""
+    """The link over which a CLAIM of this stream arrived, until its JOURNAL is sent.
+    ``ReportQueue`` sets and clears this field."""
     dropped: bool = False
     """Whether the broker does not need the stream any more. ``LiveStreams.drop`` sets the flag."""
     trace: str = ""
@@ -135,16 +139,16 @@ class Stream:
     metrics: ModelMetrics | None = None
     """The metrics of the model, while an engine runs the request."""
     move: Move | None = None
-    """The move of a moved stream. None if the stream has not moved, or after the client was
-    notified."""
+    """The move of a moved stream. None if the stream has not moved, or if the client has been
+    notified of the move."""
     moves: int = 0
     """Number of moves of the stream so far, including the move to this worker."""
     span: Span | None = None
     """How this worker computes the stream; None until the request is passed to the engine."""
     begun: set[int] = field(default_factory=set)
-    """The sequences that have an entry from this worker, and whose span has therefore been sent."""
+    """The sequences that have an entry from this worker. The first such entry has the span."""
     arithmetics: set[str] = field(default_factory=set)
-    """``Span.exact`` of all workers that have computed the stream; an empty string stands for a
+    """``Span.exact`` of all workers that have computed the stream. An empty string stands for a
     worker that was not exact."""
 
     @classmethod
@@ -179,8 +183,8 @@ class Stream:
 
     @property
     def exact(self) -> bool:
-        """Whether all steps of the stream, also those at earlier workers, were exact and used the
-        same arithmetic (``Span.exact``)."""
+        """Whether all steps of the stream were exact and used the same arithmetic (``Span.exact``),
+        including the steps at earlier workers."""
         return len(self.arithmetics) == 1 and "" not in self.arithmetics
 
     def compute_by(self, path: ForwardPath, kept_cache: bool = False) -> None:
@@ -194,8 +198,8 @@ class Stream:
         self.begun.clear()
 
     def begin(self, entry: Token) -> None:
-        """Adds the span to the first entry that a sequence gets from this worker, and ``exact`` to
-        the last entry of a sequence."""
+        """Prepares an entry. Adds the span to the first entry that a sequence gets from this
+        worker. Adds ``exact`` to the last entry of a sequence."""
         if self.span is None:
             return
         if entry.seq not in self.begun:
@@ -217,15 +221,17 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The memory of the stream's entries, measured in tokens. The ids of five candidates, or 20
-        bytes of packed fields or of a program's logs, messages and writes, count as a token."""
+        """The memory of the stream's entries, measured in tokens. The ids of five candidates count
+        as a token, and so do 20 bytes of packed fields and 20 bytes of a program's logs, messages
+        and writes."""
         return self.num_tokens + self.num_candidates // 5 + self.written_bytes // 20
 
     @property
     def long_bytes(self) -> int:
         """The memory of the stream's request and of the long fields of its entries, in bytes."""
         fields = self.packed_bytes + self.written_bytes + self.id_bytes
-        return fields + LONG_ENTRY_BYTES * self.num_long + sum(map(len, self.frames))
+        request = self.decoded_bytes + sum(map(len, self.frames))
+        return request + fields + LONG_ENTRY_BYTES * self.num_long
 
     @property
     def num_candidates(self) -> int:
@@ -249,8 +255,8 @@ class Stream:
             self.num_long += packed + written > 0
 
     def sent(self, received: int = 0, last_rows: int = 0) -> list[Token]:
-        """The entries that were sent, in order, without the first ``received`` entries and the last
-        ``last_rows`` rows. Fields may be packed."""
+        """The entries that were sent, in order. Leaves out the first ``received`` entries and the
+        last ``last_rows`` rows. Fields may be packed."""
         others, first = self._without(received)
         end = len(self.rows) - last_rows * ROW.size
         rows = zip(
@@ -282,8 +288,8 @@ class Stream:
         return missed, min(missed, num_rows - last_entry)
 
     def _without(self, received: int) -> tuple[int, int]:
-        """Returns how many of the first ``received`` entries are not rows, and how many are
-        rows."""
+        """Divides the first ``received`` entries. Returns the number of entries that are not rows,
+        and the number of rows."""
         entries = self.entries
         others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
         return others, received - others
@@ -302,8 +308,8 @@ class Stream:
             begun.add(entry.seq)
         self.move = move
         if self.num_tokens:
-            # The time to first token is not counted again. The pause counts as an interval between
-            # tokens.
+            # The time to first token must not be counted again. The pause of the move counts as an
+            # interval between tokens.
             self.first_at = self.sent_at = move.since
 
     def take_form(self, flags: int) -> None:
@@ -315,7 +321,7 @@ class Stream:
 
 @dataclass(slots=True)
 class TokenMessage:
-    """A ``TOKEN`` for one broker: the tokens of a step, with one body for each session."""
+    """A ``TOKEN`` for one broker. It has the tokens of a step, in one body for each session."""
 
     finished: list[int] = field(default_factory=list)
     """The requests that end with this message."""
@@ -384,14 +390,14 @@ def journal_frames(stream: Stream, claimed: int = 0) -> Frames:
 
 
 def gone_frames(request: int) -> Frames:
-    """Reports to a broker that a stream has ended and that this worker does not store its entries.
-    The broker has asked for the stream."""
+    """The answer to a broker that requests a stream which has ended. This worker does not store the
+    stream's entries."""
     body = Journal(type="GENERATE", gone=True)
     return [b"JOURNAL", encode_header(request), encode_body(body, "msgpack")]
 
 
 def saved_buffer_frames(stream: Stream) -> Frames:
-    """The buffer that a stream with ``save`` stores: the prompt and the tokens of its first
+    """The buffer of a stream with ``save``. It has the prompt and the tokens of the stream's first
     sequence."""
     tokens = list(stream.prompt)
     for entry in stream.sent():

@@ -1,11 +1,11 @@
 """Tokenizes longer texts on separate threads, so that a long prompt does not delay the steps of
 other requests.
 
-There are two lanes, one for small texts and one for large texts. So a text of kilobytes does not
-wait for a text of megabytes. In a lane, clients take turns: a request of one client is followed by
-a request of the next client. While a lane has requests, a thread tokenizes their texts. Tokenizers
-of the library ``tokenizers`` do not stop the steps, because this library releases the interpreter's
-lock.
+There are two queues, called *lanes*: one for small texts and one for large texts. So a text of
+kilobytes does not wait for a text of megabytes. In a lane, clients take turns: a request of one
+client is followed by a request of the next client. Each lane has a thread while it has requests.
+Tokenizers of the library ``tokenizers`` do not delay the steps, because this library releases the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 from ....protocol.text_bounds import SEGMENT_CHARS
 
 MAX_INLINE_BYTES = 1024
-"""Texts of up to this size are tokenized on the calling thread, because starting another thread
-would take longer."""
+"""Texts of up to this size are tokenized on the calling thread. Starting another thread would take
+longer."""
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ class Job(Generic[T]):
         self.client = client
         self.num_bytes = num_bytes
         self.wanted = True
-        """Whether the result is still needed. Cleared if the request ends before its texts are
-        tokenized."""
+        """Whether the result is still needed. It is not if the request has ended before its texts
+        were tokenized."""
         self._work = work
         self._result: T | None = None
         self._error: Exception | None = None

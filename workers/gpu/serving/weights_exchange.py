@@ -1,8 +1,8 @@
 """The transfer of a model's weights to a GPU worker, through the broker. The current weights come
 from another worker, and new weights come from the operator.
 
-The receiving worker requests one part at a time, and the sending worker sends at most one part in
-each pass of its loop. So a transfer delays the tokens of a step by at most the time of one part.
+The receiving worker requests one part at a time. The sending worker sends at most one part in each
+pass of its loop. So a transfer delays the tokens of a step by at most the time for one part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .streams import Frames
 log = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""Seconds after which a part is requested again. If several workers have the weights, the part is
-requested from another worker."""
+"""If a part has not arrived after this number of seconds, it is requested again. If several workers
+have the weights, it is requested from another worker."""
 KEPT_S = 30.0
-"""The description of a sent file is dropped this number of seconds after the last part was sent."""
+"""The description of a sent file is dropped when no part was sent for this number of seconds."""
 
 
 class Sender:
-    """Answers the FETCH_WEIGHTS of other workers. ``post`` sends frames over a link; ``wake`` makes
+    """Answers the FETCH_WEIGHTS of other workers. ``post`` sends frames over a link. ``wake`` makes
     the next pass of the loop begin at once."""
 
     def __init__(
@@ -87,8 +87,8 @@ class Sender:
 
 class Incoming:
     """The weights of a model that arrive in parts. ``fetch``: the request for the first part.
-    ``send`` sends frames to a broker that a number selects. ``file``: the file for the weights, if
-    their size is known."""
+    ``send`` sends frames to one of the brokers; a number selects the broker. ``file``: the file for
+    the weights, if their size is known."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Incoming:
         self._send([b"FETCH_WEIGHTS", encode_header(), body], self._fetch.turn)
 
     def ask_again(self) -> None:
-        """Requests the next part from another worker if it has not arrived for ``AGAIN_S``."""
+        """If the next part has not arrived for ``AGAIN_S``, requests it from another worker."""
         if time.monotonic() - self._asked_at > AGAIN_S:
             self._fetch.turn += 1
             self.ask()

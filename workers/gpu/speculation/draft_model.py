@@ -2,9 +2,9 @@
 
 The draft model has its own KV cache. For each sequence, the draft model first computes the new
 accepted tokens, and then writes one draft token after another. If the large model samples, the
-draft model samples with the same counter-based random numbers. Two similar distributions then give
-the same token most of the time, almost as in a maximal coupling. The idea of verified drafts is
-from Leviathan, Kalman and Matias (2023).
+draft model samples too, with the same counter-based random numbers. If the two distributions are
+similar, both models then sample the same token most of the time, almost as in a maximal coupling.
+The idea of verified drafts is from Leviathan, Kalman and Matias (2023).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..sampling.token_counts import has_penalties
 log = logging.getLogger(__name__)
 
 CATCH_UP = 1024
-"""Maximum number of tokens of the sequences' texts that the draft model computes in one step. A
-longer prompt takes several steps."""
+"""Maximum number of tokens of the sequences' texts that the draft model computes in one step. So it
+computes a long prompt in several steps."""
 OVERHEAD = 0.05
 """The fixed part of the cost of a draft model's forward, relative to a forward of the large model.
 The other part is proportional to the draft model's number of weights."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Raises ModelLoadError if the draft model has other tokens than the model, or if the model is
-    spread over several devices."""
+    """Raises ModelLoadError if the draft model does not have the same tokens as the model, or if
+    the model is spread over several devices."""
     name = f"the draft model {draft.name!r}"
     if loaded.ranks is not None:
         raise ModelLoadError(
@@ -76,7 +76,7 @@ class Guessed:
 
 
 class DraftModel:
-    """Writes drafts with a small model for a larger one, ``large``.
+    """Writes drafts with a small model for a larger model, ``large``.
 
     ``cache_bytes``: the size of the draft model's KV cache. ``queue``: the device queue, which both
     models share.
@@ -95,7 +95,8 @@ class DraftModel:
         num_blocks = max(2, cache_bytes // size)
         self._blocks = BlockManager(num_blocks, layout.block_size)
         self._queue = queue
-        # The tokens of a stream do not depend on its drafts, so the draft model need not be exact.
+        # The draft model need not be exact, because the tokens of a stream do not depend on its
+        # drafts.
         options = ForwardOptions(fixed_threads=fixed_threads, exact=False)
         self._runner = Runner(draft, num_blocks, layout, queue, options)
         self._device = draft.device
@@ -106,14 +107,15 @@ class DraftModel:
         """The assumed cost of the draft model's forward, relative to a forward of the large
         model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """The *text* of each sequence: the draft model's own sequence with the same tokens, in
-        blocks of the draft model's cache. The least recently used text is first."""
+        """For each sequence of the large model: its *text*. A text is the draft model's own
+        sequence with the same tokens. Its blocks are in the draft model's cache. The least recently
+        used text is first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
-        """Writes ``count`` draft tokens for each of these sequences. A draft ends before a token
-        that the large model does not have. A draft is empty if the draft model has not computed the
-        whole sequence yet, or if the sequence is too long. A draft is also empty if no blocks are
-        free or drafting fails."""
+        """Writes ``count`` draft tokens for each of these sequences. If the draft model writes a
+        token that the large model does not have, the draft ends before this token. A draft is empty
+        if the draft model has not computed the whole sequence yet, if the sequence is too long, if
+        no blocks are free, or if drafting fails."""
         try:
             return self._draft(sequences, count)
         except Exception:
@@ -169,8 +171,9 @@ class DraftModel:
         room: int,
         copies: list[tuple[int, int]],
     ) -> Chunk | None:
-        """The next chunk of a sequence's text to compute before its draft, at most ``room`` tokens.
-        None if no blocks are free. ``among``: the sequences whose texts must keep their blocks."""
+        """The next chunk of a sequence's text, which must be computed before the sequence's draft.
+        It has at most ``room`` tokens. None if no blocks are free. ``among``: the sequences whose
+        texts must keep their blocks."""
         text = self._texts.pop(sequence, None) or _empty(sequence)
         self._texts[sequence] = text
         tokens, table = sequence.tokens, text.block_table
@@ -197,9 +200,9 @@ class DraftModel:
         self, batch: Batch, owners: dict[Sequence, Sequence], count: int
     ) -> tuple[list[Sequence], list[list[int]]]:
         """Computes the chunks, and then ``count`` draft tokens for each text that has been computed
-        completely. Returns these texts, and a list of their tokens for each position of the drafts.
-        On a GPU everything is launched at once: tokens go from one forward to the next on the
-        device."""
+        completely. Returns these texts and, for each position of the drafts, a list of their
+        tokens. On a GPU, all forwards are launched at once: each forward reads the tokens of the
+        previous forward on the device."""
         chunks, packed = self._runner.pack(batch)
         forward = self._runner.launch(packed)
         for chunk in chunks:
@@ -231,8 +234,8 @@ class DraftModel:
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
-                # ``text.tokens`` has the tokens before the last drawn token. The latest of them is
-                # still on the device, and 0 stands for it.
+                # ``text.tokens`` has the tokens before the last drawn token. The last element is
+                # still on the device, and is 0 here.
                 text.tokens.append(0)
             text.drawn = row
             at = len(text.tokens)
@@ -241,9 +244,9 @@ class DraftModel:
         return batch
 
     def _row(self, sequence: Sequence) -> Row:
-        """The sampling inputs of the large model's next token, without masks and other decisions of
-        a controller. If the vocabularies have different sizes, biases, penalties and the minimum
-        length are left out too."""
+        """The sampling inputs of the large model's next token. Masks and other decisions of a
+        controller are left out. If the vocabularies have different sizes, biases, penalties and the
+        minimum length are left out too."""
         sampling = structs.replace(sequence.sampling, top_logprobs=0)
         if not self._same_vocabulary:
             sampling = structs.replace(sampling, logit_bias={}, repetition_penalty=1.0)
@@ -260,8 +263,8 @@ class DraftModel:
 
 
 def _multiplied(loaded: LoadedModel) -> int:
-    """Number of weights that a forward multiplies. Embeddings that the head does not share are only
-    looked up, so they do not count."""
+    """Number of weights that a forward multiplies. If the output layer does not share the
+    embeddings, they are only looked up and do not count."""
     embeddings = loaded.model.get_input_embeddings().weight
     head = loaded.model.get_output_embeddings()
     tied = head is None or head.weight is embeddings
@@ -296,8 +299,7 @@ def _tokens(work: Work[Guessed]) -> Callable[[], torch.Tensor]:
 def _guesses(
     forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
 ) -> Callable[[], Guessed]:
-    """Returns a function for the device queue that samples the token after each row of a
-    forward."""
+    """Returns a function for the device queue. It samples the token after each row of a forward."""
     at = Rows(rows.parameters, rows.positions + place, counts=rows.counts)
 
     def run() -> Guessed:

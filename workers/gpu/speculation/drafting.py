@@ -30,15 +30,15 @@ class Drafting:
     kind: int = 0
     """The kind of the last match or draft (``kind_of``)."""
     idle: int = 0
-    """Number of times that a draft from the draft model was considered since the last such draft.
-    This happens once or twice in each step."""
+    """How often a draft from the draft model was considered since the last such draft. It is
+    considered once or twice in each step."""
     guess: Guess | None = None
-    """The prediction of a match from which no draft was made. When the next token is known, the
-    prediction counts towards ``acceptance`` like a draft of one token."""
+    """The prediction of a match, if no draft was made from this match. When the next token is
+    known, the prediction counts towards ``acceptance`` like a draft of one token."""
 
     def look(self, tokens: list[int]) -> Match | None:
-        """Looks up the match of the sequence, and checks the last guess. ``tokens``: all tokens of
-        the sequence."""
+        """Looks up the match of the sequence, and compares the last guess with the tokens.
+        ``tokens``: all tokens of the sequence."""
         guess, self.guess = self.guess, None
         if guess is not None and guess.position < len(tokens):
             self.acceptance.observe(guess.kind, 1, tokens[guess.position] == guess.token)

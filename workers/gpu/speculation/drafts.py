@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .draft_model import DraftModel
 
 MIN_PROBABILITY = 0.2
-"""Minimum probability that a sequence accepts a token of the draft model. Below this probability,
-the sequence only gets trial drafts from the draft model."""
+"""If the probability that a sequence accepts a token of the draft model is lower, the sequence only
+gets trial drafts from the draft model."""
 RETRY_STEPS = 32
 """A sequence gets a trial draft after this number of steps without a draft from the draft model,
 because its new text may be easier to predict. Trial drafts are written only in steps without other
@@ -29,8 +29,8 @@ RETRY_TOKENS = 3
 class Speculation:
     """The drafts of one engine.
 
-    A draft does not change any token: it is verified, and each token is sampled from the logits as
-    without a draft (``verify.py``). So a draft may be wrong. ``costs``: the costs of drafts on the
+    A draft may be wrong, but it does not change any token of the sequence: each token is sampled
+    from the same logits as without the draft (``verify.py``). ``costs``: the costs of drafts on the
     engine's device; None disables drafts. ``model`` writes drafts for sequences for which prompt
     lookup (``ngrams.py``) does not find a draft.
     """
@@ -61,8 +61,8 @@ class Speculation:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
             return
-        # The prompt is stored with the text of sequence 0. For the other sequences, only the
-        # prompt's last ``LONGEST`` tokens are stored.
+        # The text of sequence 0 is stored with the whole prompt. The texts of other sequences are
+        # stored with only the last ``LONGEST`` tokens of the prompt.
         start = max(0, sequence.num_prompt - LONGEST) if sequence.seq else 0
         self._earlier.add(sequence.client, sequence.tokens[start:])
 
@@ -72,8 +72,9 @@ class Speculation:
         return bool(self._drafted)
 
     def propose(self, running: Collection[Sequence]) -> None:
-        """Sets ``draft`` of the running sequences before a step is scheduled, and removes the
-        drafts of the last step. Drafts that ``propose_ahead`` has made for this step stay."""
+        """Called before a step is scheduled. Removes the drafts of the last step, and sets
+        ``draft`` of the running sequences. Keeps the drafts that ``propose_ahead`` has made for
+        this step."""
         ahead, self._ahead = self._ahead, []
         for sequence in self._drafted:
             if sequence not in ahead:
@@ -82,9 +83,9 @@ class Speculation:
         self._propose([s for s in running if s.decodes and not _steered(s)], len(running))
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
-        """Sets ``draft`` of sequences with controllers before the next step is scheduled. The
-        controllers can then compute a mask after each token of the draft. ``rows``: number of rows
-        of the next step."""
+        """Called before the next step is scheduled. Sets ``draft`` of sequences with controllers.
+        The controllers can then compute a mask after each token of the draft. ``rows``: number of
+        rows of the next step."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
 
@@ -102,7 +103,7 @@ class Speculation:
 
     def awaits(self, sampled: Collection[Sequence]) -> bool:
         """Whether any of the sequences that are being sampled is likely to have a draft in the next
-        step. The next step must then be scheduled after their tokens are known."""
+        step. If so, the next step must not be scheduled before their tokens are known."""
         rows = len(sampled)
         if self._worthwhile(sampled, rows):
             return True
@@ -119,8 +120,8 @@ class Speculation:
     def _worthwhile(
         self, sequences: Iterable[Sequence], rows: int
     ) -> list[tuple[Sequence, Drafting, Match, int]]:
-        """The sequences for which a draft saves more than it costs in a step of ``rows`` rows, each
-        with its match and the length of the draft."""
+        """The sequences for which a draft saves more than it costs in a step of ``rows`` rows. Each
+        sequence comes with its match and the length of the draft."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return []
         found: list[tuple[Sequence, Drafting, Match]] = []
@@ -180,5 +181,5 @@ def _steered(sequence: Sequence) -> bool:
 
 def _room(sequence: Sequence) -> int:
     """The greatest useful length of a draft. The step also samples the token after the draft. So
-    the length is the number of tokens that the sequence may still get, minus one."""
+    this length is one less than the number of tokens that the sequence may still get."""
     return sequence.max_length - len(sequence.tokens) - 1

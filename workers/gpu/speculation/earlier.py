@@ -1,10 +1,10 @@
 """The texts of a session's earlier requests, which prompt lookup searches for repetitions.
 
-A session that edits several files, or extracts records from several pages, repeats text that its
-earlier requests generated. Texts are stored separately for each client of the engine (a session or
-a user, ``arrivals.client_of``). In this file, such a client is called a *session*. Drafts never
-come from the texts of another client. The index (``places.py``) maps each *run* of ``SIZE`` tokens
-to its places in these texts.
+A session often repeats text that its earlier requests generated, for example if it edits several
+files or extracts records from several pages. Texts are stored separately for each client of the
+engine (a session or a user, ``arrivals.client_of``). In this file, such a client is called a
+*session*. Drafts never come from the texts of another client. The index (``places.py``) maps each
+*run* of ``SIZE`` tokens to its places in these texts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from collections.abc import Sequence as Tokens
 from .places import LONGEST, Index, Places, add_runs
 
 HALF = 2**14
-"""When the newer index of a session has this number of tokens, it becomes the older index, and the
-previous older index is dropped."""
+"""A session has a newer and an older index. When the newer index has this number of tokens, it
+becomes the older index, and the previous older index is dropped."""
 MAX_TOKENS = 2**18
 """Bound on the tokens of all sessions' texts. Above this bound, the least recently used sessions
-are dropped. The texts and their indexes take about 100 MB."""
+are dropped. At the bound, texts and indexes take about 100 MB."""
 ADVANCE = 4096
 """Maximum number of tokens that one lookup adds to the index."""
 
 
 class EarlierTexts:
-    """The latest texts of one session. New texts wait, and lookups add them to the index in small
-    steps. Indexed and waiting texts together have at most about four times ``HALF`` tokens."""
+    """The latest texts of one session. New texts wait first. Each lookup adds a part of the waiting
+    texts to the index. Indexed and waiting texts together have at most about four times ``HALF``
+    tokens."""
 
     __slots__ = ("_indexed", "_newer", "_older", "_size", "_waiting", "_whole", "num_tokens")
 
@@ -89,10 +90,10 @@ class SessionTexts:
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, EarlierTexts] = OrderedDict()
         self._num_tokens = 0
-        """Number of tokens of all sessions, plus 1 for each session."""
+        """Number of tokens of all sessions, plus the number of sessions."""
 
     def of(self, session: int) -> EarlierTexts:
-        """The texts of a session, which becomes the most recently used one."""
+        """The texts of a session. This session becomes the most recently used session."""
         found = self._sessions.get(session)
         if found is None:
             found = self._sessions[session] = EarlierTexts()

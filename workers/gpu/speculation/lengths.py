@@ -1,12 +1,13 @@
 """Draft lengths: a draft grows while it saves more than it costs.
 
-With few rows, a forward takes the time of reading the weights from memory, and another row costs
-little. With more rows, arithmetic bounds the time, and each row costs as much as the previous row
+If a forward has few rows, its time is the time to read the weights from memory, and another row
+costs little. If it has more rows, arithmetic bounds its time, and each further row costs the same
 (``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
-sequence. Let p, q, r, ... be the probabilities that a draft token is accepted if the tokens before
-it were accepted. The draft then yields p + pq + pqr + ... more tokens on average. Draft lengths
-maximize the number of tokens of a step divided by its cost. So a single sequence gets long drafts,
-and in a large batch only likely drafts are made.
+of its sequences. Let p, q, r, ... be the probabilities that the first, second, third, ... draft
+token is accepted if the tokens before it were accepted. The draft then yields p + pq + pqr + ...
+more tokens on average. Draft lengths are chosen so that the number of tokens of a step, divided by
+the step's cost, is as high as possible. So a single sequence gets long drafts. In a large batch,
+only likely drafts are made.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from itertools import islice
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 31
-"""Maximum number of tokens of a draft. The forward also computes the token before the draft: at
-most 32 tokens in all."""
+"""Maximum number of tokens of a draft. The forward also computes the token before the draft, and so
+at most 32 tokens of a sequence."""
 FADE = 0.9
 """The weight of an observation is multiplied by this factor for each later observation of the same
 kind of draft (``kind_of``)."""
 PRIOR = 2.0
 """The weight of an initial probability, as a number of observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)
-"""The initial probability that a draft token is accepted: for matches of up to 2, 4, 8, 16 and more
-tokens, and for tokens from a draft model."""
+"""The initial probability that a draft token is accepted, for each kind of draft. The kinds are:
+matches of up to 2 tokens, up to 4, up to 8, up to 16, and more, and tokens from a draft model."""
 WRITTEN = len(FIRST_GUESSES) - 1
 """The kind of drafts from a draft model."""
 MAX_WRITTEN = 8
@@ -60,7 +61,8 @@ CUDA = Costs(256, 0.004, 0.004, 0.1, 64)
 
 
 def kind_of(match_length: int) -> int:
-    """The kind of a draft, which is its index in ``FIRST_GUESSES``, by the length of its match."""
+    """The kind of a draft: an index in ``FIRST_GUESSES``. ``match_length``: the length of the
+    draft's match."""
     return 0 if match_length <= 2 else min((match_length - 1).bit_length(), 5) - 1
 
 
@@ -74,7 +76,7 @@ class Acceptance:
 
     def observe(self, kind: int, drafted: int, accepted: int) -> None:
         """Records that ``accepted`` of ``drafted`` tokens were accepted. Tokens after the first
-        rejected one give no information."""
+        rejected token do not count."""
         verified = accepted + (accepted < drafted)
         fading = FADE**verified
         self.accepted[kind] = self.accepted[kind] * fading + accepted
@@ -92,8 +94,9 @@ class Acceptance:
 
 def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> list[int]:
     """The number of draft tokens for each sequence. ``probabilities``: for each sequence, the
-    acceptance probability of its draft tokens in order. At most ``MAX_DRAFT_TOKENS`` values of a
-    sequence are read. Reading stops at a token that cannot save more than it costs.
+    acceptance probabilities of its draft tokens, in order. At most ``MAX_DRAFT_TOKENS``
+    probabilities of a sequence are read. Reading stops at a token that cannot save more than it
+    costs.
 
     ``rows``: number of rows of the step without drafts, one for each sequence; at least 1.
     """
@@ -108,7 +111,8 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
             if gain <= best * least:
                 break
             gains.append((gain, i))
-    # The more probable tokens come first. Sorting keeps the order of the tokens of each draft.
+    # More probable tokens come first. The tokens of a draft stay in order, because each is at most
+    # as probable as the token before it.
     gains.sort(key=lambda gain: -gain[0])
     chosen = 0
     for number, (gain, _) in enumerate(gains, 1):
@@ -125,8 +129,9 @@ def lengths(probabilities: Items[Iterable[float]], rows: int, costs: Costs) -> l
 def written_length(
     probabilities: Items[float], rows: int, costs: Costs, forward_cost: float
 ) -> int:
-    """The number of tokens that a draft model writes for each sequence of a step; 0 if no draft is
-    worth its cost. ``probabilities``: the acceptance probability of each sequence's draft tokens.
+    """The number of tokens that a draft model writes for each sequence of a step; 0 if a draft is
+    not worth its cost. ``probabilities``: for each sequence, the acceptance probability of its
+    draft tokens.
 
     ``forward_cost``: the cost of a draft model's forward, relative to a forward of the large model.
     Each position of the drafts needs one forward.

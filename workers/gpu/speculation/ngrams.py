@@ -1,18 +1,20 @@
-"""Prompt lookup: drafts from earlier occurrences of the text that a sequence ends with.
+"""Prompt lookup: finds where the last tokens of a sequence occur earlier, and drafts the tokens
+that followed there.
 
 A *run* is ``SIZE`` consecutive tokens. For each run, the index has the last places where the run
-occurs in the texts of one request: prompt, generated tokens, and forks. A lookup adds only new
-tokens to the index, so its time does not depend on the length of the text. A lookup takes the
-places of the sequence's last run, and compares the texts before them with the sequence. The match
-is the place with the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the
-texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
-(prompt lookup decoding, 2023).
+occurs in the texts of one request. These texts are the prompt and the generated tokens of the
+sequence and its forks. A lookup adds only new tokens to the index, so its time does not depend on
+the length of the text. A lookup finds the places of the sequence's last run. At each place, it
+counts how many tokens before the place equal the sequence's last tokens. The place with the most
+equal tokens is the *match*. If fewer than ``LONGEST`` tokens are equal, the texts of the session's
+earlier requests are searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding,
+2023).
 
-A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. The
-sequence often agrees with the source again soon after this place. So near the last match, one or
-two equal tokens are enough for a new match. To estimate the acceptance probability of a draft
-token, the places of the run before the token are compared. The probability is high if consecutive
-places are often followed by the same token.
+A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name.
+Soon after this place, the sequence often agrees with the source again. So near the last match, one
+or two equal tokens are enough for a new match. The acceptance probability of a draft token is
+estimated from the places of the run before the token. The probability is high if the same token
+often follows at consecutive places.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from .lengths import MAX_DRAFT_TOKENS, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""Matches of one or two tokens are accepted only near the last match: for this number of generated
-tokens, and within this number of tokens of the source."""
+"""A match of one or two tokens is accepted only near the last match. The sequence must have
+generated at most this number of tokens since then, and the new place must be within this number of
+tokens of the last place."""
 
 
 class PromptLookup:
     """The lookups of one sequence. Forks share the index.
 
-    ``tokens`` is the sequence's own list: tokens that are appended to it are found without a
-    further call. Runs with dropped tokens may still be in the index, but they never match, because
-    a match compares the tokens of the texts. ``earlier``: the texts of the session's earlier
-    requests.
+    ``tokens`` is the sequence's own list, so later lookups also find tokens that are appended to
+    it. Runs with dropped tokens may still be in the index, but they never match, because a match
+    compares the tokens of the texts. ``earlier``: the texts of the session's earlier requests.
     """
 
     __slots__ = ("_earlier", "_index", "_indexed", "_last", "_size", "_tokens")
@@ -44,23 +46,23 @@ class PromptLookup:
         self._earlier = earlier
         self._index: Index = {}
         self._indexed = SIZE
-        """Runs that end before this position are in the index."""
+        """All runs that end before this position are in the index."""
         self._last: Match | None = None
         """The last match of a full run."""
         self._size = 0
         """Number of tokens of the sequence when ``_last`` was found."""
 
     def fork(self, tokens: list[int]) -> PromptLookup:
-        """The lookups of a fork. ``tokens``: the fork's own list, which so far has the same tokens
-        as this sequence."""
+        """The lookups of a fork. ``tokens``: the fork's own list. It has the same tokens as this
+        sequence."""
         copy = PromptLookup(tokens, self._earlier)
         copy._index = self._index
         copy._indexed = self._indexed
         return copy
 
     def match(self) -> Match | None:
-        """The longest earlier occurrence of the end of the text; the latest among equals. If the
-        last run does not occur earlier, returns a match near the last match (``NEAR``), or None."""
+        """The match with the most equal tokens; if several have as many, the latest. If the last
+        run does not occur earlier, returns a match near the last match (``NEAR``), or None."""
         found = self._of_run()
         if found is None:
             return self._near()
@@ -82,8 +84,8 @@ class PromptLookup:
         return best
 
     def draft(self, match: Match, count: int) -> list[int]:
-        """The ``count`` tokens that follow a match; fewer if the match is in an earlier text that
-        has fewer tokens after the match.
+        """The ``count`` tokens that follow a match. If the match is in an earlier text, this text
+        may end before ``count`` tokens.
 
         A match near the end of the sequence's own text means that the text is periodic. The draft
         then repeats the period.
@@ -96,9 +98,9 @@ class PromptLookup:
         return found
 
     def chances(self, match: Match, guess: float) -> Iterator[float]:
-        """The acceptance probability of each token of a draft from a match, given that the tokens
-        before it were accepted. ``guess``: the expected acceptance for this kind of match, with a
-        weight of ``PRIOR`` observations."""
+        """The acceptance probability of each token of a draft from a match, if the tokens before it
+        were accepted. ``guess``: the expected acceptance for this kind of match. It has the weight
+        of ``PRIOR`` observations."""
         run = self._tokens[-SIZE:]
         for token in self.draft(match, MAX_DRAFT_TOKENS):
             alike, observed = self._followed_alike(tuple(run))
@@ -112,8 +114,8 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """A match of the last two tokens at a place near the last match. If both tokens do not
-        occur there, a match of the last token only, or None."""
+        """A match of the last two tokens at a place near the last match. If they do not occur
+        there, a match of only the last token. If it does not occur there either, None."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None

@@ -8,13 +8,14 @@ from typing import NamedTuple
 SIZE = 3
 """Number of tokens of a run. Shorter runs are too frequent to predict the next token."""
 PLACES = 6
-"""Maximum number of places that are stored for each run: the latest places."""
+"""For each run, this number of places is stored: the latest places."""
 LONGEST = 32
-"""Matches are compared up to this length. A longer match does not predict better."""
+"""Maximum number of tokens that are compared for a match. A longer match does not predict
+better."""
 
 Places = list[tuple[list[int], int]]
-"""The places of a run, the latest last. Each place is a text, and the index in this text at which
-the run ends."""
+"""The places of a run, the latest last. A place consists of a text and the index in this text at
+which the run ends."""
 Index = dict[tuple[int, ...], Places]
 """The places of each run."""
 
@@ -44,7 +45,8 @@ def add_runs(index: Index, text: list[int], start: int, end: int) -> None:
 
 
 def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match | None:
-    """The longest match of the end of ``tokens`` among ``places``; the first among equals."""
+    """The longest match of the end of ``tokens`` at one of ``places``. If several matches have this
+    length, the first."""
     best: Match | None = None
     size = len(tokens)
     for text, end in places:
@@ -58,8 +60,8 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """Compares the tokens that follow the places of a run, each place with the previous place.
-    Returns the number of equal results, and the number of comparisons."""
+    """Compares the token that follows each place of a run with the token that follows the previous
+    place. Returns the number of equal pairs, and the number of all pairs."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):
@@ -70,8 +72,8 @@ def followed_alike(places: Places) -> tuple[int, int]:
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:
-    """Number of equal tokens directly before index ``size`` of ``tokens`` and index ``end`` of
-    ``text``; at most ``LONGEST``."""
+    """Number of tokens that are equal directly before index ``size`` in ``tokens`` and directly
+    before index ``end`` in ``text``; at most ``LONGEST``."""
     most = min(size, end, LONGEST)
     if tokens[size - most : size] == text[end - most : end]:
         return most

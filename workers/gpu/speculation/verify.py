@@ -1,11 +1,11 @@
-"""Verifies drafts: samples each row as it would be sampled without a draft.
+"""Verifies drafts. Each row is sampled as it would be sampled without a draft.
 
 The forward computes the sequence's last token and its draft, with a row of logits for each of these
-tokens. The first row gives the next token. If this token equals the first draft token, the second
-row is the row that the next step would have computed. The second row then gives the token after the
-draft token, and so on. Sampling depends on the seed, the sequence, the position and the tokens
-before the position. All these inputs are the same as without a draft, so the sampled tokens are the
-same too.
+tokens. A token is sampled from the first row. If this token equals the first draft token, the
+second row is the same row that the next step would have computed. So the token after the first
+draft token is sampled from the second row, and so on. Sampling depends on the seed, the sequence,
+the position and the tokens before the position. All these inputs are the same as without a draft,
+so the sampled tokens are the same too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Verification:
 
     sequences: list[Sequence]
     work: Work[Drawn]
-    """For each sequence: one drawn token for each token of its draft, and one more."""
+    """For each sequence: one drawn token for each token of its draft, and the token after the
+    draft."""
 
 
 class Verifier:
@@ -51,11 +52,11 @@ class Verifier:
         self.sampled_tokens = 0
 
     def sample(self, step: PendingStep) -> Verification | None:
-        """Queues the sampling of a step's sequences with drafts, and removes them from the step;
-        returns None if no sequence has a draft. A sequence whose draft cannot be verified
-        (``_is_verifiable``) stays in the step, and is sampled without its draft. If a controller
-        computes masks for a draft, only the draft tokens with an element in ``Sequence.along`` are
-        verified."""
+        """Queues the sampling of a step's sequences with drafts, and removes these sequences from
+        the step. Returns None if no sequence has a draft. If the draft of a sequence cannot be
+        verified (``_is_verifiable``), the sequence stays in the step and is sampled without its
+        draft. If a controller computes masks for a draft, only the draft tokens with an element in
+        ``Sequence.along`` are verified."""
         sequences = [s for s in step.drafted if s in step.rows and _is_verifiable(s)]
         if not sequences:
             return None
@@ -96,8 +97,8 @@ class Verifier:
             first += count
 
     def _take(self, sequence: Sequence, draft: Tokens[int], sampled: Sampled, first: int) -> None:
-        """Appends the sampled tokens up to and including the first token that differs from the
-        draft. If no token differs, the last appended token is the token after the draft."""
+        """Appends sampled tokens. The first token that differs from the draft is the last token
+        that is appended. If no token differs, the token after the draft is the last."""
         drawn = sampled.tokens[first : first + len(draft) + 1]
         bad = {i - first for i in sampled.errors if first <= i <= first + len(draft)}
         accepted = 0
@@ -140,9 +141,9 @@ class Verifier:
 
 
 def _is_verifiable(sequence: Sequence) -> bool:
-    """Whether a part of a sequence's draft can be verified; shortens the draft to that part. A
-    controller's options apply only to the next token, so a sequence with options is sampled without
-    its draft."""
+    """Whether the beginning of a sequence's draft can be verified. Shortens the draft to this
+    beginning. If a controller has set options, the result is False, because options apply only to
+    the next token."""
     if sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:

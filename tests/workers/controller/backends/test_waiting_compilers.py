@@ -8,12 +8,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from tokenbus.grammars.regex import compile_regex
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.workers.controller.backends.compiling import bounds
+from tokenbus.workers.controller.backends.compiling.bounds import RefusedGrammar
 from tokenbus.workers.controller.backends.compiling.processes import Processes
 from tokenbus.workers.controller.backends.compiling.shared import Shared
 from tokenbus.workers.controller.backends.compiling.turns import Turns
@@ -152,6 +154,59 @@ def test_a_grammar_that_another_tenant_waits_for_is_compiled_for_this_one() -> N
     until(lambda: not pool.busy, BOUND_S, "the pool is idle")
 
 
+def test_the_refusal_of_a_grammar_does_not_refuse_it_to_another_tenant() -> None:
+    shared: Shared[str] = Shared(BOUND_S)
+    found: list[str] = []
+
+    def refuse() -> str:
+        raise RefusedGrammar("too slow")
+
+    def asks(make: Callable[[], str]) -> None:
+        try:
+            found.append(shared.get("key", make))
+        except RefusedGrammar as error:
+            found.append(str(error))
+
+    for tenant, make in (("eve", refuse), ("eve", lambda: "eve's"), ("ann", lambda: "ann's")):
+        _run_of(tenant, partial(asks, make))
+    assert found == ["too slow", "too slow", "ann's"]
+
+
+@pytest.mark.process
+def test_tenants_do_not_share_a_compiled_grammar() -> None:
+    """The matchers of a grammar wait for its lock, and all fail if its lexer is full."""
+    matchers = Matchers()
+    words = vocabulary(BYTES)
+    made: dict[str, list[Grammar]] = {"eve": [], "ann": []}
+
+    def compile_for(tenant: str) -> None:
+        made[tenant].append(matchers.get(words, _lark("same")))
+
+    for tenant in ("eve", "ann", "eve"):
+        _run_of(tenant, partial(compile_for, tenant))
+    assert made["eve"][0] is made["eve"][1]
+    with made["eve"][0].lock:
+        _run_of("ann", partial(compile_for, "ann"))
+        assert not made["ann"][0].lock.locked()
+    made["eve"][0].give_up()
+    assert made["ann"][0] is made["ann"][1]
+    matchers.close()
+
+
+def _run_of(tenant: str, job: Callable[[], object]) -> None:
+    """Runs a job of a tenant on a pool, and waits for the job."""
+    pool = Pool(1)
+    done = threading.Event()
+
+    def run() -> None:
+        job()
+        done.set()
+
+    pool.submit([run], tenant=tenant)
+    assert done.wait(BOUND_S), f"the job of {tenant} did not end"
+    pool.close()
+
+
 def test_tables_that_cannot_be_used_leave_nothing() -> None:
     instances = SharedInstances(engine, None)
     for i in range(5):
@@ -203,7 +258,8 @@ def test_a_tenant_with_many_grammars_does_not_evict_that_of_another(
     pool.submit([compile_many], tenant="eve")
     until(lambda: not pool.busy, BOUND_S, "the others are compiled")
     assert len(matchers._grammars) == 4
-    assert matchers.get(words, _lark("hers")) is hers[0]
+    _run_of("ann", lambda: hers.append(matchers.get(words, _lark("hers"))))
+    assert hers[0] is hers[1]
     matchers.close()
 
 

@@ -94,7 +94,7 @@ def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None
     memory = GuestMemory(64 * 1024 * 1024)
     sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
     assert memory.used > 0
-    with pytest.raises(ControllerError, match="a client may not have more than the remaining"):
+    with pytest.raises(ControllerError, match="a client may not use more memory than"):
         _sequences(runtime, memory, 200)
     os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     until(lambda: memory.used == 0, 60, "the memory of the process is free")

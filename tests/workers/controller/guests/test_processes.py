@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests.process import GuestProcess
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.variables import VariableStorage
@@ -378,3 +380,28 @@ def test_a_call_that_ends_two_processes_ends_with_an_error(runtime: Runtime) -> 
     assert len(runtime.table.deaths._times["twice", "twice"]) == 1
     with pytest.raises(ControllerError, match="its process was ended by SIGUSR1"):
         sequence.controller.pre_process()
+
+
+def test_the_modules_of_a_process_count_towards_the_memory_of_its_tenant(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, counted = GuestMemory(1024**3), []
+    count_module = GuestProcess.count_module
+
+    def noted(process: GuestProcess, module: str, size: int) -> None:
+        before = memory.used
+        count_module(process, module, size)
+        counted.append((module, memory.used - before == size > 0))
+        count_module(process, module, size)
+        assert memory.used - before == size
+
+    monkeypatch.setattr(GuestProcess, "count_module", noted)
+    sequences = [
+        Sequence(runtime.program(CALM, module=module), memory=memory)
+        for module in ("first", "second", "first")
+    ]
+    assert counted == [("first", True), ("second", True)]
+    runtime.kill()
+    for sequence in sequences:
+        sequence.controller.close()
+    until(lambda: memory.used == 0, 60, "the memory of the ended process is free")

@@ -10,7 +10,7 @@ import pytest
 from tokenbus.protocol.errors import ControllerError, RequestError
 from tokenbus.workers.controller.guests import process as process_module
 from tokenbus.workers.controller.guests.channel import Channel
-from tokenbus.workers.controller.guests.messages import Done, ToGuest
+from tokenbus.workers.controller.guests.messages import Begin, Done, Fork, ToGuest
 from tokenbus.workers.controller.guests.process import GuestProcess
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action
@@ -62,8 +62,13 @@ class Fails(Calm):
 async def forks(ctx):
     await ctx.fork(2)
     await ctx.wait_var("a")
+
+class Argued(Calm):
+    def mid_process(self, fork_group):
+        self.log(self.arg)
+        return super().mid_process(fork_group)
 """
-NAMES = ("Calm", "Loops", "Blocks", "Prints", "Fails", "forks")
+NAMES = ("Calm", "Loops", "Blocks", "Prints", "Fails", "forks", "Argued")
 ROOT = Path(__file__).parents[4]
 SAME = ("Alternating", "survey", "meeting", "Pair")
 """Controllers of the chaos test: classes and scripts that fork, suspend, and use variables."""
@@ -165,6 +170,37 @@ def test_a_script_suspends_after_a_fork_in_one_request(
     assert controller.pre_process().action is Action.SUSPEND
     assert sent == ["Mid"]
     controller.close()
+
+
+def test_a_fork_has_the_argument_which_is_sent_once(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args: list[bytes] = []
+    request = GuestProcess.request
+
+    def noted(process: GuestProcess, channel: Channel, what: ToGuest, limit_s: float) -> Done:
+        if isinstance(what, Begin | Fork):
+            args.append(what.host.arg)
+        return request(process, channel, what, limit_s)
+
+    monkeypatch.setattr(GuestProcess, "request", noted)
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    parent, child = (
+        Host(1, seq, b"the argument", VOCABULARY, variables, Log(1024), LIMITS, 99)
+        for seq in (0, 1)
+    )
+    first = runtime.served("hanging:Argued").start(parent)
+    first.init_prompt([1, 2])
+    second = first.fork(child)
+    mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
+    assert second.mid_process((0, 1), mask).action is Action.CONTINUE
+    assert child.log.take() == "the argument\n"
+    runtime.kill()
+    assert second.post_process([5], 0).action is Action.CONTINUE
+    assert child.log.take().endswith("the argument\n")
+    assert args == [b"the argument", b""] * 2
+    for controller in (first, second):
+        controller.close()
 
 
 def test_an_error_names_the_line(runtime: Runtime) -> None:

@@ -133,8 +133,8 @@ def test_waiting_for_what_nobody_writes_is_a_deadlock() -> None:
     assert set(run.codes.values()) == {Code.DEADLOCK}
     # The sequences are not woken ``Limits.idle_wakes`` times before the error.
     assert {error.split(": ", 1)[1] for error in run.errors.values()} == {
-        "every sequence of the request that is left waits for a variable ('nothing'), so no "
-        "sequence can write it"
+        "all remaining sequences of the request wait for variables ('nothing'), so no sequence "
+        "can write these variables"
     }
 
 

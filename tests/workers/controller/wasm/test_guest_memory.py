@@ -63,12 +63,10 @@ def test_a_tenant_has_half_and_leaves_the_other_half_to_those_that_come_later(
     worker: Worker,
 ) -> None:
     groups = [worker.begin(guest())[0] for _ in range(6)]
-    with pytest.raises(
-        ControllerError, match="a client may not have more than the remaining free memory"
-    ):
+    with pytest.raises(ControllerError, match="a client may not use more memory than remains free"):
         worker.begin(guest())
     others = [worker.begin(guest(), "bert")[0] for _ in range(3)]
-    with pytest.raises(ControllerError, match=f"would have {4 * SMALL} bytes of memory, and all"):
+    with pytest.raises(ControllerError, match=f"would use {4 * SMALL} bytes of memory; the"):
         worker.begin(guest(), "bert")
     for group in groups + others:
         end(group)
@@ -90,7 +88,7 @@ def test_a_guest_that_grows_beyond_the_share_ends_and_gives_its_memory_back(
 ) -> None:
     group, [result] = worker.begin(wasm)
     assert result.action == "error"
-    assert "a client may not have more than the remaining free memory" in (result.error or "")
+    assert "a client may not use more memory than remains free" in (result.error or "")
     end(group)
     assert worker.memory.used == 0
 

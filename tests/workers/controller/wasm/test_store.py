@@ -21,6 +21,8 @@ from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.guests.setup import Setup
 from tokenbus.workers.controller.guests.table import ProcessTable
 from tokenbus.workers.controller.limits import Limits
+from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.scripts.engines import Engine
 from tokenbus.workers.controller.wasm import (
     compiled_modules,
     module_compiler,
@@ -35,6 +37,8 @@ from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
 pytestmark = pytest.mark.process
 
 LIMITS = Limits()
+BOUND_S = 60.0
+"""Maximum seconds that a test waits for another thread."""
 
 
 def module(number: int = 0, more: str = "") -> bytes:
@@ -513,6 +517,58 @@ def test_one_module_is_compiled_once_however_many_want_it(
     assert times == [1]
 
 
+def test_an_interpreter_stays_when_a_tenant_deletes_a_module_with_its_bytes(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_modules, "engine", an_interpreter)
+    modules.interpreter("python")
+    modules.delete("mallory", modules.put("mallory", module(5)).module)
+    monkeypatch.setattr(compiled_modules, "compile_interpreter", _never)
+    assert run(engine, modules.interpreter("python").module) == 5
+    assert run(engine, another(modules, engine).interpreter("python").module) == 5
+
+
+def test_an_interpreter_does_not_wait_for_the_modules_of_tenants(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_modules, "engine", an_interpreter)
+    monkeypatch.setattr(compiled_modules, "TURN_S", 0.0)
+    for _ in range(compiled_modules.AT_ONCE):
+        assert modules._compiled._compiling.acquire(blocking=False)
+    assert run(engine, modules.interpreter("python").module) == 5
+
+
+def test_streams_that_wait_for_an_interpreter_free_their_slots(
+    modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, ready = threading.Event(), threading.Event()
+
+    def compile_slowly(wasm: bytes, limits: Limits) -> Compiled:
+        compiling.set()
+        assert ready.wait(BOUND_S)
+        return compile_module(wasm, limits)
+
+    monkeypatch.setattr(compiled_modules, "engine", an_interpreter)
+    monkeypatch.setattr(compiled_modules, "compile_interpreter", compile_slowly)
+    pool, started, done = Pool(2), threading.Semaphore(0), threading.Semaphore(0)
+
+    def start() -> None:
+        started.release()
+        modules.interpreter("python")
+        done.release()
+
+    try:
+        for at in range(4):
+            pool.submit([start], tenant=f"tenant {at}")
+            assert started.acquire(timeout=BOUND_S)
+        assert compiling.wait(BOUND_S)
+        ready.set()
+        for _ in range(4):
+            assert done.acquire(timeout=BOUND_S)
+    finally:
+        pool.close()
+
+
 # --- several processes ----------------------------------------------------------------------------
 
 WRITERS, TAGS = 4, 25
@@ -569,6 +625,11 @@ def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
     assert isinstance(function, wasmtime.Func)
     result: int = function(instance_store)
     return result
+
+
+def an_interpreter(language: str) -> Engine:
+    """Replaces the interpreters of scripts by a module that compiles quickly."""
+    return Engine(hashlib.sha256(module(5)).hexdigest(), module(5))
 
 
 def _never(wasm: bytes, limits: Limits) -> bytes:

@@ -9,12 +9,12 @@ TURN_S = 30.0
 client has to send the request again."""
 WALL_S = 120.0
 """Maximum wall-clock time of a task, in seconds. If a task takes longer, the client has to send the
-request again. The grammar itself is not refused. A task takes so long only on a busy machine, which
-gives the task's process hardly any CPU time."""
+request again. The grammar itself is not refused, because a task takes this long only on a busy
+machine, where the task's process gets hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
 """Stack size of the thread that compiles in a separate process, in bytes. The stacks of the
-worker's threads (``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in
-the process also compiles in the worker."""
+worker's threads (``sandbox.HOST_STACK_BYTES``) are larger. So a grammar that compiles in the
+process also compiles in the worker."""
 BLAME_SHARE = 0.25
 """Maximum CPU time of the search for the faulty part of a refused grammar, as a share of
 ``Bounds.cpu_s``."""

@@ -76,8 +76,9 @@ class Kept(Generic[K, T]):
                 self._drop(key)
 
     def _drop_one(self, of_tenants: Counter[str]) -> None:
-        """Removes one value. It is the least recently used value among those of the tenants that
-        have the largest number in ``of_tenants``."""
+        """Removes the least recently used value of the tenant with the largest number in
+        ``of_tenants``. If several tenants have this number, removes the least recently used value
+        of all of them."""
         largest = max(of_tenants.values())
         entries = self._entries.items()
         self._drop(next(key for key, entry in entries if of_tenants[entry.tenant] == largest))

@@ -65,8 +65,9 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgpack_decoder(Task).decode(message)
-        # A task of another kind checks its CPU time itself. The timer of such a task ends later, so
-        # that the task can report an error before the kernel ends the process.
+        # Tasks of all kinds except ``llguidance`` and ``shortest`` check their CPU time themselves.
+        # Their timer ends later, so that they can report an error before the kernel ends the
+        # process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

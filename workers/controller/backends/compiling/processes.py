@@ -1,8 +1,8 @@
 """Starts and ends the processes that compile grammars. Each process runs one task at a time.
 
 Compiling a grammar can take hours or all memory, for example if the grammar intersects a few
-expressions. Compiling a chain of 10,000 rules overflows the stack of llguidance, a native library,
-and so ends the process that compiles. So grammars are compiled in separate processes with bounded
+expressions. Compiling a chain of 10,000 rules overflows the stack of the native library llguidance,
+which ends the process that compiles. So grammars are compiled in separate processes with bounded
 time, memory and stack (``process.py``). Processes are reused, because starting a process takes 0.1
 s, and a usual grammar compiles in about a millisecond.
 """
@@ -44,9 +44,9 @@ class Processes:
         """Compiles an llguidance grammar in a process, for a vocabulary of bytes. Then appends to
         an empty text the first tokens that the grammar allows.
 
-        Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
-        the faulty part of the grammar if this part is found. If the reason contains one of the
-        texts ``unblamed``, the faulty part is not searched for. Raises UnavailableError if no
+        Raises RefusedGrammar if the grammar is not valid or exceeds the bounds. The reason names
+        the faulty part of the grammar, if this part is found. If the reason contains a text of
+        ``unblamed``, this method does not search for the faulty part. Raises UnavailableError if no
         process becomes free in time or the machine is too busy.
         """
         self._done("llguidance", grammar.encode(), unblamed)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .....protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ...pool import tenant_of_thread, waiting
 from .bounds import RefusedGrammar
+from .kept import Kept
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ KEPT_REFUSALS = 256
 """Maximum number of refusals that are cached."""
 REFUSED_S = 60.0
 """Time for which a refusal is cached, in seconds. After this time the grammar is compiled again,
-because the compilation may have taken too long only on a busy machine."""
+because the machine may have been busy during the first compilation."""
 
 
 class _Flight(Generic[T]):
@@ -32,12 +32,12 @@ class _Flight(Generic[T]):
 
 class Shared(Generic[T]):
     """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
-    with this key wait for the result. Tenants do not share a compilation. A compilation may wait
-    for its tenant's turn (``turns.py``), and the requests of other tenants must not wait for this
+    with this key wait for the result. Tenants do not share a compilation, because a compilation may
+    wait for its tenant's turn (``turns.py``). The requests of other tenants must not wait for this
     turn.
 
     Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: during this time,
-    the same grammar is refused without compiling it again.
+    the same grammar of the same tenant is refused without compiling it again.
     """
 
     def __init__(self, wall_s: float) -> None:
@@ -46,18 +46,20 @@ class Shared(Generic[T]):
         self._wall_s = wall_s
         self._lock = threading.Lock()
         self._flights: dict[tuple[str, object], _Flight[T]] = {}
-        self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
+        self._refused: Kept[tuple[str, object], tuple[float, BaseException]]
+        self._refused = Kept(KEPT_REFUSALS, KEPT_REFUSALS)
+        """By tenant and key: the time until which the refusal is cached, and the refusal."""
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The result of ``make``. If another caller with the same tenant and key has already called
-        its ``make``, returns the result of that call.
+        """The result of ``make``. If another request with the same tenant and key is already
+        running its ``make``, waits for the result of that call and returns it.
 
-        Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
-        too long.
+        Raises the errors of ``make``. Raises UnavailableError if the other request's compilation
+        takes too long.
         """
         own = tenant_of_thread(), key
         with self._lock:
-            refused = self._refused.get(key)
+            refused = self._refused.get(own)
             if refused is not None and time.monotonic() < refused[0]:
                 raise _again(refused[1])
             flight = self._flights.get(own)
@@ -73,7 +75,7 @@ class Shared(Generic[T]):
         except BaseException as error:
             flight.error = error
             if isinstance(error, RefusedGrammar | RequestError):
-                self._remember(own[1], error)
+                self._refused.add(own[0], own, (time.monotonic() + REFUSED_S, error))
             raise
         finally:
             with self._lock:
@@ -94,13 +96,6 @@ class Shared(Generic[T]):
             raise _again(flight.error)
         assert flight.result is not None
         return flight.result
-
-    def _remember(self, key: object, error: BaseException) -> None:
-        with self._lock:
-            self._refused[key] = time.monotonic() + REFUSED_S, error
-            self._refused.move_to_end(key)
-            while len(self._refused) > KEPT_REFUSALS:
-                self._refused.popitem(last=False)
 
 
 def _again(error: BaseException) -> BaseException:

@@ -8,8 +8,8 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-``stop_at`` allows the texts of the part ``of`` that end with TEXT and do not contain an earlier
-TEXT.
+``stop_at`` allows a text of the part ``of`` if the text ends with TEXT and does not contain TEXT
+anywhere else.
 
 Each object may have the field ``max_tokens``. Literal texts, ``regex``, ``choice`` and
 ``substring`` are *regular*. A part with inner parts is regular if all of them are regular and have
@@ -65,8 +65,8 @@ class Part:
 
     @property
     def regular(self) -> bool:
-        """Whether the part can be compiled to one automaton: its kind can, and its inner parts are
-        regular and have no ``max_tokens``."""
+        """Whether the part can be compiled to one automaton. The part's kind must allow this. Its
+        inner parts must be regular and have no ``max_tokens``."""
         inside = all(part.regular and part.max_tokens is None for part in self.parts)
         return self.kind not in _OTHERS and inside
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 class FileCache:
     """Files that only the user of this process can read. A file is written under a temporary name
-    and then renamed, so that no other process that shares the folder reads an unfinished file."""
+    and then renamed, so that other processes that share the folder never read an unfinished
+    file."""
 
     def __init__(self, folder: Path, suffix: str, max_bytes: int) -> None:
         """If all files together exceed ``max_bytes``, the least recently used files are removed."""

@@ -1,4 +1,5 @@
-"""The controller of a sequence that is constrained by a grammar."""
+"""The controller of a sequence that is constrained by a grammar. A *draft* is a list of tokens that
+the GPU worker expects next."""
 
 from __future__ import annotations
 
@@ -21,15 +22,16 @@ SHOWN = 200
 SPARE = 8
 """To *close* a text means to append its *closing*, a short text that completes it. Tokens are
 *spare* if ``max_tokens`` allows them in addition to the closing. The controller closes the text
-when this number of spare tokens is left, or a sixteenth of ``max_tokens`` if that is less. If
-several tokens lead to an equally short end, it lets the model sample one of these tokens
-instead."""
+when only this number of spare tokens is left. If a sixteenth of ``max_tokens`` is less, that number
+applies instead. If several tokens lead to an equally short end, the controller does not append the
+closing: the model samples one of these tokens."""
 MAX_TRIED = 64
 """Maximum number of allowed tokens for which the controller computes a closing. If the grammar
 allows more tokens, the controller appends the closing at once."""
 MAX_SHORT_WAY = 32
-"""If a closing has more tokens than this, the controller appends the closing at once. Otherwise it
-first computes the closing after each allowed token. This takes longer for long closings."""
+"""If a closing has at most this number of tokens, the controller first computes the closing after
+each allowed token. It appends a longer closing at once, because these computations would take
+long."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing. Near the end of the text the
 interval is shorter (``_look_after``)."""
@@ -103,8 +105,8 @@ class GrammarController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes the masks after the tokens of a draft, up to the next length of the text at which
-        its closing is computed."""
+        """Writes the masks after the tokens of a draft. Stops where the closing must be
+        computed."""
         length = len(self._text)
         until = min(self._check_at, self._host.max_tokens) - length - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
@@ -148,9 +150,9 @@ class GrammarController:
         self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
-        string counts."""
+        """Returns ``closed`` if closing has changed the text, and ``complete`` if the grammar
+        accepts the unchanged text. Returns ``cut`` if the text is neither. If ``stop`` is given,
+        only the text before this stop string counts."""
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             return "complete" if tokens is not None and self._accepts(tokens) else "cut"
@@ -218,7 +220,7 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _continues(self, mask: memoryview) -> bool:
-        """Whether another token than an end-of-sequence token may follow. Overwrites the mask."""
+        """Whether a token other than an end-of-sequence token may follow. Overwrites the mask."""
         self._guest.mask(self._place, mask)
         for token in self._host.vocabulary.eos_ids:
             mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
@@ -227,9 +229,9 @@ class GrammarController:
     def _short_ways(self, mask: memoryview, takes: int) -> Answer | None:
         """Allows only tokens after which the closing has fewer than ``takes`` tokens.
 
-        Returns None, with an empty mask, if the closing is to be appended at once. This is the case
+        Clears the mask and returns None if the closing is to be appended at once. This is the case
         if the grammar allows more than ``MAX_TRIED`` tokens. It is also the case if the grammar
-        allows several tokens, but at most one of them has such a closing."""
+        allows several tokens, but the closing becomes shorter after at most one of them."""
         flags = self._guest.mask(self._place, mask)
         bits = int.from_bytes(mask, "little")
         number = bits.bit_count()
@@ -274,15 +276,15 @@ class GrammarController:
             self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
 
     def _look_after(self, tokens: int) -> None:
-        """Schedules the next computation of the closing, after an eighth of ``tokens``, at least 1
-        token and at most ``LOOK_EVERY`` tokens. ``tokens``: an estimate of the number of tokens
-        before the controller's decision can change."""
+        """Schedules the next computation of the closing. It follows after an eighth of ``tokens``,
+        but after at least 1 and at most ``LOOK_EVERY`` tokens. ``tokens``: an estimate of the
+        number of tokens before the controller's decision can change."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
         """An upper bound of the number of tokens of the closing ``text``; None if the vocabulary
-        cannot write the closing. A long text takes long to tokenize. So if one token for each byte
-        certainly fits in ``room``, returns the number of bytes."""
+        cannot write the closing. Tokenizing a long text takes long. So if ``room`` is much larger
+        than the number of bytes, the text is not tokenized, and the number of bytes is returned."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
         bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY

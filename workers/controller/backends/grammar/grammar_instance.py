@@ -83,7 +83,7 @@ class GrammarInstance:
     """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
     ``place`` is the number of a sequence in the instance. Every failure raises ControllerError. If
-    ``dead`` is true, the guest has failed, and all sequences of the instance with it.
+    ``dead`` is true, the guest has failed, and so have all sequences of the instance.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class GrammarInstance:
 
     def mask(self, place: int, into: memoryview) -> int:
         """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``. If the
-        text is complete, the mask also allows the end of the sequence. Returns those of the flags
-        ``ANY``, ``FORCED``, ``COMPLETE`` and ``SINGLE`` that apply."""
+        text is complete, the mask also allows the end of the sequence. Returns a combination of the
+        flags ``ANY``, ``FORCED``, ``COMPLETE`` and ``SINGLE``."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
@@ -190,12 +190,12 @@ class GrammarInstance:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
-        in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
+        in one call. ``turns``: for each mask in ``masks``, the number of a sequence and its token.
 
         A sequence takes part only if its token can follow, and if its next mask is cached and has
-        the flag ``ANY``. If this mask also has ``FORCED``, it must have ``SINGLE``, and the text
-        after the single token must not be forced. Returns which sequences took part; the others
-        are unchanged.
+        the flag ``ANY``. A mask with ``FORCED`` must also have ``SINGLE``, and the text after its
+        single token must not be forced. Returns for each sequence whether it took part. A sequence
+        that did not take part is unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
@@ -235,7 +235,7 @@ class GrammarInstance:
 
     def forced(self, place: int) -> list[int]:
         """The forced tokens, for jump-forward: the tokenization of the text that must come next.
-        If a longer token that begins with the text of the last tokens may also be allowed, the last
+        If the text of the last tokens may be the beginning of a longer allowed token, the last
         tokens are left out. The model can then sample the longer token."""
         with self._lock:
             self._alive()[_ARG] = place

@@ -7,7 +7,8 @@ positions.
 
 If the text so far can be parsed in several ways, the sequence is in several positions at once. Each
 of these positions has its own controller, and the mask is the union of the controllers' masks. A
-token belongs to one part: no token spans the end of one part and the beginning of the next.
+token belongs to one part: no token spans the end of one part and the beginning of the next. Tokens
+are *forced* if only their text may follow.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ Start = Callable[[Part, Host], Constraint]
 @dataclass(slots=True)
 class Plan:
     """The parts of a combination by position. Each position in ``follow[p]`` may come after
-    position p. A text may begin with each position in ``first``, and end with each in ``last``."""
+    position p. A text may begin with each position in ``first``. It may end with each position in
+    ``last``."""
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
@@ -135,8 +137,8 @@ class PartsController:
         """Whether the text may end here, because a part may end here and this part may be the
         last."""
         self._closed = False
-        """Whether the controller of a part has closed the text: it has completed the text early,
-        because few tokens were left."""
+        """Whether the controller of a part has closed the text. To close a text means to complete
+        it early, because few tokens are left."""
         self._begun = False
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -166,8 +168,8 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # A splice without a mask closes the text of this way. It becomes the answer,
-                # because ``max_tokens`` leaves no room for the other ways.
+                # A splice without a mask closes the text of this way. The splice becomes the
+                # answer, because ``max_tokens`` leaves no room for the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]

@@ -2,8 +2,9 @@
 guest), which all sequences with this grammar and this vocabulary share.
 
 An instance is idle if no sequence uses it. Idle instances stay loaded until their memory is needed.
-If the masks of an instance take long to compute, a snapshot of its memory is written to disk when
-the instance becomes idle. A later instance of the same pair gets these masks from the snapshot.
+If the masks of an instance take long to compute, a snapshot of the instance's memory is written to
+disk when the instance becomes idle. A later instance of the same pair gets these masks from the
+snapshot.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ class SharedInstances:
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The instance of a grammar, which is created if it does not exist. The caller's sequence
-        is counted as one of its users. Raises UnavailableError if the instances in use, of all
-        tenants or of the caller's tenant, take too much memory."""
+        """The instance of a grammar. If the instance does not exist, it is created. The caller's
+        sequence is counted as one of its users. Raises UnavailableError if the instances that all
+        tenants use, or that the caller's tenant uses, take too much memory."""
         digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
@@ -150,9 +151,9 @@ class SharedInstances:
         shared.guest.close()
         raise UnavailableError(
             Code.QUEUE_FULL,
-            f"the grammars of this client's streams take {own} bytes of memory, and those of all "
-            f"streams {total} of {self._max_used_bytes}; a client may have at most as many bytes "
-            "as remain free; try again when other streams have ended",
+            f"the grammars of this client's streams take {own} bytes of memory; the grammars of "
+            f"all streams take {total} of {self._max_used_bytes} bytes; a client may not use more "
+            "memory than remains free; try again when other streams have ended",
             retry_after_s=1.0,
         )
 
@@ -195,8 +196,8 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Schedules a snapshot of an instance, which another thread writes, if masks were computed
-        since the last snapshot."""
+        """If masks were computed since the last snapshot, schedules a snapshot of an instance.
+        Another thread writes the snapshot."""
         now = time.monotonic()
         if (
             self._snapshots is None

@@ -2,7 +2,8 @@
 
 A *completion* is a text that completes the text so far. To *close* a text means to append the
 tokens of a completion while ``max_tokens`` still has room for them. Tokens are *spare* if
-``max_tokens`` allows them in addition to the completion.
+``max_tokens`` allows them in addition to the completion. Tokens are *forced* if the grammar allows
+only their text next.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Closing begins when this number of spare tokens is left, or a sixteenth of ``max_tokens`` if that
-is less. Under a schema, open values then end as soon as they may, for example a string at the end
-of a word. Under a grammar that is not a schema, the completion is appended immediately."""
+"""Closing begins when only this number of spare tokens is left. If a sixteenth of ``max_tokens`` is
+less, that number applies instead. Under a schema, each open value then ends as soon as it may. For
+example, a string ends at the end of a word. Under a grammar that is not a schema, the completion is
+appended immediately."""
 LOOK_EVERY = 32
 """The completion of a text is computed again after a quarter of the spare tokens. If at most
 ``NEAR`` spare tokens are left, it is computed again after at most ``LOOK_EVERY`` tokens."""
@@ -33,19 +35,19 @@ BYTES_OF_TOKEN = 2
 tokenized. Its number of tokens is then estimated from its number of bytes."""
 AMPLE = 256
 """``Grammar.growth`` takes long to compute, so it is usually computed after the first sampled
-token. It is computed earlier only if few tokens are spare at the beginning: at most ``AMPLE``, and
-at most ``Grammar.max_growth``."""
+token. It is computed earlier only if few tokens are spare at the beginning: not more than
+``AMPLE``, and not more than ``Grammar.max_growth``."""
 SHARED = 32
-"""If two completions have the same last bytes, at least this number of bytes, the tokens of these
-bytes are reused."""
+"""If two completions have at least this number of last bytes in common, the tokens of these bytes
+are reused."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    If the text may end now, and may also continue with nearly any text, it is not closed. It may
-    then continue up to ``max_tokens``.
+    Some texts may end now, and may also continue with nearly any text. Such a text is not closed,
+    and may continue up to ``max_tokens``.
 
     Under a schema, a token may begin *items*: elements of arrays, or properties of objects. Each
     item extends the completion by at most the number of tokens that ``Grammar.growth`` gives. While
@@ -98,9 +100,9 @@ class Closing:
         self.end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
         self._most = host.max_tokens
-        """Maximum tokens of the text. This is ``max_tokens`` if the shortest text needs all tokens,
-        and otherwise one less. A sequence always ends at token number ``max_tokens``, even if its
-        text is not complete."""
+        """Maximum tokens of the text. If the shortest text needs all tokens, this is
+        ``max_tokens``. If not, it is one less. A sequence always ends at token number
+        ``max_tokens``, even if its text is not complete."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
@@ -164,8 +166,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens that are allowed if the completion may grow by at most ``credit`` tokens:
-        those that begin only a few items. None if all tokens are allowed."""
+        """The tokens that are allowed if the completion may grow by at most ``credit`` tokens. They
+        begin only a few items. None if all tokens are allowed."""
         assert self._item is not None
         if credit > self._low:
             return None
@@ -213,8 +215,8 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """The answer that closes the text if a later round might not be able to close it. Otherwise
-        returns None, and schedules the next call."""
+        """Returns the answer that closes the text, if a later round might not be able to close it.
+        If a later round can close the text, returns None and schedules the next call."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):

@@ -1,8 +1,9 @@
 """Finds a short *completion*: a text that completes a given text under an llguidance grammar. The
 search is bounded and uses the grammar's masks.
 
-llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
-vocabulary of the 256 bytes. Visiting one state of the matcher takes a microsecond.
+llguidance itself does not compute completions. A *matcher* of llguidance follows one text under a
+grammar, and computes the masks. The search uses a matcher of the same grammar over a vocabulary of
+the 256 bytes. Visiting one state of the matcher takes a microsecond.
 
 The search looks for the nearest *place* where a closing bracket, a comma or the closing quote of a
 string is allowed. The *way* to this place is the shortest sequence of bytes that leads there. The
@@ -26,15 +27,13 @@ from llguidance import LLMatcher
 from .checking.budget import Budget, Exhausted
 from .checking.obeying import similar
 from .checking.walks import Checks, Invalid, Walk
+from .consuming import consume
 from .distinct_names import counts_names, repeated, with_distinct_names
 from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
 
 MAX_BYTES = 16_384
 """Maximum bytes of a completion."""
-AT_ONCE = 1024
-"""Maximum number of bytes that are appended in one call. The number is bounded because the call
-keeps Python's lock."""
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
@@ -57,9 +56,9 @@ MAX_SIMILAR = 100
 """Maximum number of similar completions that are tried if the values of the found completion do not
 pass the checks."""
 MAX_CHECKS = 20_000
-"""Maximum steps of the checks of these completions (``checking.budget.Budget``)."""
+"""Maximum steps of the checks of all similar completions together (``checking.budget.Budget``)."""
 BYTES_OF_CHECK = 8
-"""Number of bytes of such a completion that count as one step."""
+"""Number of bytes of a similar completion that count as one step of its check."""
 MAX_TAILS = 8
 """Maximum suffixes of the last completion that are tried at each place."""
 
@@ -118,7 +117,7 @@ class Completions:
         self._names: list[bytes] | None = None
         self._shortest: bytes | None = None
         self.counts_names = counts_names(grammar)
-        """Whether a name may occur only once in an object of a completion."""
+        """Whether names are counted. If so, an object of a completion must not repeat a name."""
 
     def start(self) -> Completion:
         """A ``Completion`` of the empty text."""
@@ -174,13 +173,13 @@ class Completion:
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
-        """The whole text if names are counted; otherwise empty."""
+        """The whole text; empty if names are not counted."""
         self._walk = Walk()
         self._checked = b""
-        """The whole text if its values are checked; otherwise empty."""
+        """The whole text; empty if its values are not checked."""
         self.steps = 0
-        """Number of states that searches have visited, and of completions whose values were
-        checked."""
+        """The number of states that searches have visited, plus the number of completions whose
+        values were checked."""
 
     def copy(self) -> Completion:
         """A copy with the same text and completion."""
@@ -198,9 +197,8 @@ class Completion:
             if walk is None:
                 return False
             self._walk, self._checked = walk, self._checked + text
-        for at in range(0, len(text), AT_ONCE):
-            if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
-                return False
+        if consume(self._matcher, text) is None:
+            return False
         self._begun = self._begun or bool(text)
         if self._shared.counts_names:
             self._text += text
@@ -214,12 +212,12 @@ class Completion:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text ends in a string of JSON, and not after its backslash."""
+        """Whether the text ends in a string of JSON, but not after a backslash."""
         return self._quoted == 1
 
     def keep(self, known: bytes) -> bool:
         """If the bytes ``known`` complete the text, stores them as the completion. Returns whether
-        they do."""
+        these bytes complete the text."""
         if not self.fits(known):
             return False
         self._known, self._since = known, 0
@@ -236,8 +234,9 @@ class Completion:
         )
 
     def obeying(self, found: bytes | None, budget: Budget | None = None) -> bytes | None:
-        """The completion ``found``, or a similar completion, whose values pass the checks; None if
-        no such completion is found. ``budget``: the steps of several checks together."""
+        """Returns the completion ``found`` if its values pass the checks. If they do not, returns a
+        similar completion whose values pass, or None if no such completion is found. ``budget``:
+        the steps of several checks together."""
         if found is None or self._shared.checks is None:
             return found
         budget = budget or Budget(MAX_CHECKS)
@@ -380,8 +379,8 @@ class _Search:
         return False
 
     def _name(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Completes the current string to a required name if one fits. Returns whether it was
-        completed."""
+        """Completes the current string to a required name if one fits. Returns whether the string
+        was completed."""
         begun = _string(self._string, 1, path)
         quote = 1 + len(begun)
         before = (self._path[-quote - 2 :] + path)[:-quote]
@@ -396,7 +395,7 @@ class _Search:
 
     def _match(self, matcher: LLMatcher, path: bytes) -> bool:
         """Completes the current string to a match of one of the schema's patterns if one fits.
-        Returns whether it was completed."""
+        Returns whether the string was completed."""
         string = _string(self._string, 1, path)
         ends = {end for one in self._shared.patterns for end in one.ends(string)}
         for end in sorted(sorted(ends), key=len):
@@ -529,8 +528,8 @@ class _Search:
 
 
 def _changes(matcher: LLMatcher, mask: _Mask, byte: int, number: int) -> int | None:
-    """Returns None if the mask is the same after ``number`` repetitions of a byte. Otherwise
-    returns a number of repetitions after which the mask is different."""
+    """Returns a number of repetitions of a byte after which the mask is different. Returns None if
+    the mask is still the same after ``number`` repetitions."""
     run = [byte] * number
     allowed: int = matcher.validate_tokens(run)
     if allowed < number:

@@ -2,7 +2,7 @@
 is computed from the schema alone, without a search.
 
 If the bound is far below ``max_tokens``, the text can begin before a search has found the shortest
-value. If a schema has alternatives, the bound includes everything that any alternative requires.
+value. If a schema has alternatives, the bound includes the requirements of all alternatives.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ limits in the schema are very large or very near to 0."""
 FORMAT = 64
 """Maximum characters of the shortest string of any ``format``."""
 ESCAPED = 2
-"""Assumed bytes of the shortest match, for each character of a pattern. Few characters need
-more."""
+"""Assumed number of bytes that each character of a pattern adds to the shortest match. Few
+characters add more."""
 
 UNKNOWN_BYTES = 256
 """Assumed bytes of an item whose bound is unknown."""
@@ -139,7 +139,7 @@ def _of_item(lengths: _Lengths, schema: Any) -> int:
 
 class _Lengths:
     def __init__(self, root: Any, inside: int | None = None) -> None:
-        """``inside``: the assumed bytes of a value that contains itself; without ``inside``,
+        """``inside``: the assumed bytes of a value that contains itself. If ``inside`` is None,
         such a value raises an error."""
         self._root = root
         self._inside = inside

@@ -1,4 +1,6 @@
-"""The controller of a sequence that is constrained by an llguidance grammar."""
+"""The controller of a sequence that is constrained by an llguidance grammar. Tokens are *forced* if
+only their text may follow. To *close* a text means to complete it before ``max_tokens`` are used
+up. A *draft* is a list of tokens that the GPU worker expects next."""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
 from ..text_before import before_end, tokens_before
 from .checking.checked_text import CheckedText
 from .closing import Closing
+from .consuming import consume
 from .matchers import Grammar
 from .trial import reason
 
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
-AT_ONCE = 256
-"""Maximum number of tokens that are consumed in one call. The number is bounded because the call
-keeps Python's lock."""
+TIMED_TOKENS = 256
+"""Maximum number of appended tokens that together may take the CPU time ``Limits.mid_s``."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -50,8 +52,8 @@ class MatcherController:
         self._name = name
         self._text = list(text)
         self._checked = grammar.checked_text() if checked is None else checked
-        """The text, as ``checked_text`` checks it, if masks do not enforce the whole schema;
-        otherwise None."""
+        """The text whose values are checked (``checked_text``). None if masks enforce the whole
+        schema."""
         self._forced = False
         """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
@@ -60,8 +62,8 @@ class MatcherController:
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """A buffer for masks if llguidance's vocabulary has one token more than the model's;
-        otherwise None."""
+        """A buffer for masks, if llguidance's vocabulary has one token more than the model's. None
+        if both have the same tokens."""
 
     @property
     def shortest(self) -> Sequence[int] | None:
@@ -193,15 +195,13 @@ class MatcherController:
         if self.closing.end is not None or (after is STOP and not tokens):
             return after
         matcher = self._matcher
-        for at in range(0, len(tokens), AT_ONCE):
-            some = list(tokens[at : at + AT_ONCE])
-            with self._grammar.lock:
-                began = time.thread_time()
-                followed = matcher.consume_tokens(some)
-                took = time.thread_time() - began
-            if not followed:
+        most = self._host.limits.mid_s
+        for at in range(0, len(tokens), TIMED_TOKENS):
+            some = tokens[at : at + TIMED_TOKENS]
+            took = consume(matcher, some, most, self._grammar.lock)
+            if took is None:
                 raise self._failed()
-            if took > self._host.limits.mid_s:
+            if took > most:
                 raise self._too_slow(took)
         if self._checked is not None:
             with self._grammar.lock:
@@ -216,20 +216,16 @@ class MatcherController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
-        string counts."""
+        """Returns ``closed`` if closing has changed the text, and ``complete`` if the grammar
+        accepts the unchanged text. Returns ``cut`` if the text is neither. If ``stop`` is given,
+        only the text before this stop string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher, checked = self._matcher, self._checked
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             matcher = self._grammar.start()
-            for at in range(0, len(tokens or ()), AT_ONCE):
-                with self._grammar.lock:
-                    if tokens is None or not matcher.consume_tokens(tokens[at : at + AT_ONCE]):
-                        return "cut"
-            if tokens is None:
+            if tokens is None or consume(matcher, tokens, lock=self._grammar.lock) is None:
                 return "cut"
             checked = self._grammar.checked_text()
         with self._grammar.lock:

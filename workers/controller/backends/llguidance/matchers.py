@@ -1,4 +1,5 @@
-"""Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share.
+"""Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share. A
+*matcher* follows one text under a grammar, and computes the masks.
 
 Source: llguidance. It parses with Earley's algorithm, matches lexemes with derivatives of regular
 expressions, and walks the token trie to compute masks. It has precomputed masks for slices of the
@@ -100,8 +101,8 @@ class Tokens:
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # The wrapper must not refer to ``self``, because the garbage collector could not free the
-        # cycle. It does not see llguidance's reference to the wrapper.
+        # The garbage collector does not see llguidance's reference to the wrapper. If the wrapper
+        # referred to ``self``, the garbage collector could not free the cycle.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -141,11 +142,11 @@ class Tokens:
 
 
 class Grammar:
-    """A compiled grammar. All matchers of the grammar share the lexer's states, so only one of them
-    may run at a time.
+    """A grammar, compiled for one tenant. All matchers of the grammar share the lexer's states, so
+    only one of them may run at a time, and they all fail if one of them fills the lexer.
 
-    ``lock`` is held around each call of any of these matchers. llguidance has such a lock too, but
-    a thread that waits for llguidance's lock keeps Python's lock.
+    ``lock`` is held during each call of a matcher. llguidance has such a lock too, but a thread
+    that waits for llguidance's lock keeps Python's lock.
     """
 
     def __init__(
@@ -216,16 +217,16 @@ class Grammar:
         return self._shortest
 
     def searched(self) -> bytes | None:
-        """The shortest text if a search in this process finds it within ``SEARCH_S``; otherwise
-        None."""
+        """The shortest text. None if a search in this process does not find it within
+        ``SEARCH_S``."""
         if not self._plain:
             return None
         with self.lock:
             return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
     def obeying(self, found: bytes | None) -> bytes | None:
-        """Returns the whole text ``found`` if its values pass the checks. Otherwise returns a
-        similar text whose values pass the checks; None if no such text is found."""
+        """Returns the whole text ``found`` if its values pass the checks. If they do not, returns a
+        similar text whose values pass, or None if no such text is found."""
         with self.lock:
             return self._all_completions().start().obeying(found)
 
@@ -269,8 +270,8 @@ class Matchers:
     def __init__(
         self, processes: Processes | None = None, meter: CompileMeter | None = None
     ) -> None:
-        """``processes`` check each new grammar that may be expensive before the worker compiles it.
-        ``meter`` measures the time of compiling."""
+        """Before the worker compiles a new grammar that may be expensive, ``processes`` check the
+        grammar. ``meter`` measures the time of compiling."""
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
@@ -287,13 +288,14 @@ class Matchers:
         weakened: Weakened | None = None,
         unblamed: Collection[str] = (),
     ) -> Grammar:
-        """The compiled form of an ``LLMatcher.grammar_from_*`` text. Raises RefusedGrammar if the
+        """The compiled form of an ``LLMatcher.grammar_from_*`` text, which is not shared with other
+        tenants. Raises RefusedGrammar if the
         grammar is not valid or exceeds the bounds. ``constraint``: the label of the compilation in
         the metrics. ``weakened``: the schema against which values are checked, because masks do not
         enforce all of it. ``unblamed``: see ``Processes.check``."""
-        name = _name_of(vocabulary)
+        name, tenant = _name_of(vocabulary), tenant_of_thread()
         checked = "" if weakened is None else weakened.schema
-        key = hashlib.sha256(f"{name}\n{grammar}\n{checked}".encode()).digest()
+        key = hashlib.sha256(f"{tenant}\n{name}\n{grammar}\n{checked}".encode()).digest()
         found = self._grammars.get(key)
         if found is not None:
             self._meter.hit(constraint)
@@ -389,8 +391,8 @@ def _name_of(vocabulary: Vocabulary) -> object:
 
 
 def _schema_of(grammar: str) -> object | None:
-    """The schema of an ``LLMatcher.grammar_from_json_schema`` text, unless it is very long; None
-    for other grammars."""
+    """The schema of an ``LLMatcher.grammar_from_json_schema`` text. None if the schema is very
+    long, and for other grammars."""
     if len(grammar) > MAX_TEXT:
         return None
     try:

@@ -4,9 +4,9 @@ A *completion* is a text that completes the text so far. Tokens are *spare* if `
 them in addition to the completion. A *string of any text* is a string that may contain every
 character.
 
-A restricted mask allows only tokens after which the text can certainly be completed. These are
-tokens that are prefixes of the known completion, tokens that continue a string of any text, and
-tokens after which a search finds another completion that fits.
+A restricted mask allows only tokens after which the text can certainly be completed. There are
+three kinds of such tokens: prefixes of the known completion, tokens that continue a string of any
+text, and tokens after which a search finds another completion that fits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .token_sets import TokenSets, Words, allowed, has, put
 MAX_OTHERS = 8
 """Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""The text may continue with a prefix of the completion that is not the completion's first token.
-The rest of the completion is then tokenized differently. This is the maximum number of tokens by
-which the completion becomes longer in this case."""
+"""The text may continue with a token that is a prefix of the completion, but not the completion's
+first token. The rest of the completion is then tokenized differently, and the completion may become
+longer by at most this number of tokens."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 30
@@ -41,7 +41,7 @@ PATTERN = 8
 """Maximum number of tokens that are reserved in a string of any text if the schema has patterns or
 formats. A pattern that may match anywhere in a string allows every character before its match."""
 MANY = 256
-"""If a mask inside a string has more tokens than this, the schema does not limit the string to a
+"""If a mask inside a string has more tokens than this, the string is assumed not to be limited to a
 list of names or values."""
 
 Tokenize = Callable[[bytes], Sequence[int] | None]
@@ -86,10 +86,10 @@ class NearEnd:
         ``spare`` is the number of tokens that are left in addition to them. ``ending``: whether
         open values should end soon.
 
-        Inside a string of any text, any number of tokens of ``TokenSets.whole`` make the completion
-        longer by at most a fixed number of tokens. If ``spare`` is larger than this number, the
-        mask keeps only such tokens and prefixes of the completion, and the number is returned.
-        Otherwise returns None.
+        Inside a string of any text, tokens of ``TokenSets.whole`` make the completion longer by at
+        most a fixed number of tokens, even if many of them follow. If ``spare`` is larger than this
+        number, the mask keeps only these tokens and prefixes of the completion, and the number is
+        returned. In all other cases, returns None.
         """
         sets = self._sets
         self.rests = {}
@@ -201,7 +201,7 @@ class NearEnd:
 
 
 def _is_searched(completion: Completion, found: bytes) -> bool:
-    """Whether to search for other completions: anywhere except in a string that is a value."""
+    """Whether to search for other completions. In a string that is a value, no search is made."""
     if not completion.in_string:
         return True
     _, quote, after = found.partition(b'"')

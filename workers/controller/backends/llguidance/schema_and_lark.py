@@ -55,7 +55,7 @@ MAX_EMPTY = 4
 """Maximum number of references of a schema whose targets allow no value."""
 _EMPTY = re.compile(rf"^{UNSATISFIABLE}.*, at the reference (\S+)$")
 """Matches the error about the target of a reference that allows no value. llguidance refuses such a
-reference even where it is optional."""
+reference even if its value is optional."""
 _UNBLAMED = (*MEASURES, UNSATISFIABLE)
 """Errors after which a schema is relaxed. There is no search for the faulty part after such an
 error."""

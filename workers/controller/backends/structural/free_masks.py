@@ -2,8 +2,8 @@
 texts.
 
 In free text, nearly all tokens are allowed. A *watched text* is a text that is forbidden, or that
-begins or ends a part. Only a token that contains a watched text, or the rest of a watched text that
-has begun, may be forbidden. Binary search in the sorted tokens finds these tokens. The structure's
+begins or ends a part. A token may be forbidden only if it contains a watched text, or the rest of a
+watched text that has begun. Binary search in the sorted tokens finds these tokens. The structure's
 automaton checks each of them byte by byte. All other tokens are allowed.
 """
 
@@ -232,8 +232,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow. Each is the part of a tag's begin, or of a tag's end,
-        that has not been written yet."""
+        """The literal texts that may follow. Each is the rest of a text that begins or ends a tag:
+        the bytes that have not been written yet."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

@@ -2,7 +2,7 @@
 
 A *tag* is a part between two literal texts, such as the thinking or a tool call
 (``protocol.structure.Tag``). A *value* is a text that a separate constraint limits: the JSON of a
-tag, or the rest of the answer.
+tag, or the rest of the answer. A *draft* is a list of tokens that the GPU worker expects next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value without the tags, if the text may continue with either the value or
-        a tag; otherwise empty."""
+        """The mask of the value without the tags. Empty unless the text may continue with either
+        the value or a tag."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
@@ -53,7 +53,7 @@ class StructuralController:
         self._ended = False
         """Whether the model has sampled an end-of-sequence token where the answer may end."""
         self._closed = False
-        """Whether the JSON of a tag was completed because few of ``max_tokens`` were left."""
+        """Whether the JSON of a tag was completed early because few tokens were left."""
         self._settled: State | None = None
         """The last state of free text whose mask was written; None before the first such mask."""
         self._settled_mask = b""
@@ -147,8 +147,8 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """Returns ``cut`` if the answer may not end here, and ``closed`` if a value was completed
-        early because few tokens were left. Otherwise returns ``complete``. If ``stop`` is given,
+        """Returns ``cut`` if the answer may not end here, ``closed`` if a value was completed early
+        because few tokens were left, and ``complete`` in all other cases. If ``stop`` is given,
         only the text before this stop string counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
@@ -196,8 +196,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part must be closed. This is the case if it is the content of a tag and its
-        number of tokens, ``spent``, has reached the tag's ``max_tokens``."""
+        """Whether a part must be closed. This is the case if the part is the content of a tag and
+        has used up the tag's ``max_tokens``. ``spent``: the number of tokens of the part."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens

@@ -12,8 +12,8 @@ def keep_freed_memory() -> None:
     """Configures glibc to keep up to 1 GiB of freed memory in this process.
 
     By default, glibc returns the memory of each step's temporary tensors to the operating system.
-    The next step then needs page faults to get memory. The faults take a third of a step's time (32
-    sequences, vocabulary 32,000). Other C libraries are not configured.
+    The next step then gets memory by page faults. The faults take a third of a step's time (32
+    sequences, vocabulary 32,000). If the C library is not glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

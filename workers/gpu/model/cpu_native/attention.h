@@ -1,7 +1,7 @@
 /* Attention of the tokens of a step over keys and values in blocks, which are read in place.
  *
- * The order in which a query's weights, and its weighted values, are added depends only on the
- * positions. The bits of a token's result do not depend on the other tokens of the step, on the
+ * The weights and the weighted values of a query are added in an order that depends only on the
+ * positions. So the bits of a token's result do not depend on the other tokens of the step, on the
  * size of the blocks or on the number of threads. */
 
 #ifndef TOKENBUS_ATTENTION_H
@@ -66,8 +66,7 @@ static void softmax(float *scores, int64_t count) {
         scores[i] *= factor;
 }
 
-/* Number of positions from `at` to `end` or to the end of the block of `at`, whichever comes first.
- * */
+/* Number of positions from `at` to the end of its block, or to `end` if `end` comes first. */
 static int64_t together(int64_t at, int64_t end, int64_t size) {
     int64_t rest = size - at % size;
     return end - at < rest ? end - at : rest;
@@ -123,8 +122,9 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
 }
 
 /* The scores of `count` queries at the positions of transposed keys. The results have the same bits
- * as those of `scores_of`, because the products are added in the same order. First, products that
- * are LANES apart are added to one of LANES sums. Then neighbouring sums are added in pairs. */
+ * as those of `scores_of`, because the products are added in the same order. First, each product is
+ * added to one of LANES sums; products that are LANES apart are added to the same sum. Then
+ * neighbouring sums are added in pairs. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -208,9 +208,10 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
     }
 }
 
-/* Adds the values at the positions first to end - 1, times their weights, to `found`, which has the
- * sums of `count` queries. Only `vectors` vectors of each value are added, from component `at` on.
- * If `lanes` is less than LANES, `vectors` is 1, and only `lanes` components are added. */
+/* `found` has the sums of `count` queries. For each query, adds to its sum the values at the
+ * positions first to end - 1, times their weights. Only `vectors` vectors of each value are added,
+ * from component `at` on. If `lanes` is less than LANES, `vectors` is 1, and only `lanes`
+ * components are added. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
     Vector total[2 * MAX_QUERIES];
@@ -236,10 +237,10 @@ INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t a
 }
 
 /* The weighted sums of values over all positions of each query. The queries are ordered by
- * position, so all of them attend to the positions from the last query's first position to the
- * first query's end. These positions are added for all queries together. Earlier and later
- * positions are added for each query alone. Each sum is computed in the order of the positions, so
- * it does not depend on the other queries. */
+ * position. So all queries attend to the positions from the first position of the last query to the
+ * end of the first query. These shared positions are added for all queries together. Earlier and
+ * later positions are added for each query alone. Each sum is computed in the order of the
+ * positions, so it does not depend on the other queries. */
 INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                       int64_t lanes) {
     Vector found[2 * MAX_QUERIES] = {{0}};
@@ -277,7 +278,7 @@ INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, 
 }
 
 /* The attention of the tokens of a run, for `heads` query heads of one key head. `head` is the
- * number of the first of these heads among the query heads of the key head. */
+ * index of the first of these heads within the key head's query heads. */
 static void attend(const Attention *a, float *scores, int64_t run, int64_t kv_head, int64_t head,
                    int64_t heads) {
     const Layer *layer = a->layer;

@@ -23,13 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class CpuBackend(ForwardBackend):
-    """Runs the steps of few tokens, or all steps, in native code, and other steps by another
-    backend.
+    """Runs all steps, or only the steps of few tokens, in native code. Runs the other steps by
+    another backend.
 
-    ``native``: the same model in native code; None if torch computes all steps. ``threads``
-    chooses the number of threads of each forward; None if all steps use all threads.
-    ``why_not_exact``: why torch computes the steps of many tokens; empty if native code computes
-    all steps.
+    ``native``: the same model in native code; None if torch computes all steps. ``threads`` chooses
+    the number of threads of each forward; None if all steps use all threads. ``why_not_exact``: the
+    reason why torch computes the steps of many tokens; empty if native code computes all steps.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class CpuBackend(ForwardBackend):
 def native_decoder(
     name: str, plain: FusedBackend, layout: Layout
 ) -> tuple[NativeDecoder | None, str]:
-    """The native decoder of a model, and the reason why the decoder's logits may depend on the
-    batch. The reason is empty if the logits do not depend on the batch. The decoder is None if the
-    native code does not support the model, or if the logits differ from torch's. The reason then
-    says why there is no decoder."""
+    """Makes the native decoder of a model. Returns the decoder and a text. The decoder is None if
+    the native code does not support the model, or if its logits differ from torch's; the text then
+    has the reason. If there is a decoder, the text is the reason why its logits may depend on the
+    batch; empty if they do not."""
     probes = Probes(plain.tensors, layout)
     try:
         native = NativeDecoder(plain.decoder, plain.tensors.cache, layout.block_size)

@@ -1,11 +1,11 @@
 /* The forward of a decoder in float32, in one call.
  *
- * For one token of a small model, calls of small operations take longer than the arithmetic, and
- * the product of one row and a matrix is bound by memory bandwidth. So the weights are read once
- * for each panel, which is a group of tokens, in the order of their addresses, and the operations
- * between the products are fused. Keys and values are read from their blocks in place. The result
- * is the same as that of FusedDecoder (fused/decoder.py). The bits of a token's logits depend only
- * on the token's own sequence, unless the rotary embedding depends on the whole step. */
+ * For one token of a small model, calls of small operations take longer than the arithmetic. So the
+ * operations between the products are fused. The product of one row and a matrix is bound by memory
+ * bandwidth. So the weights are read in the order of their addresses, once for each panel (a group
+ * of tokens). Keys and values are read from their blocks in place. The result is the same as that
+ * of FusedDecoder (fused/decoder.py). The bits of a token's logits depend only on the token's own
+ * sequence, unless the rotary embedding depends on the whole step. */
 
 #include <stdlib.h>
 
@@ -174,7 +174,7 @@ static int embed(const Decoder *decoder, const Step *step, float *hidden) {
     return 1;
 }
 
-/* The logits of normalized hidden states, scaled and capped as the model does. */
+/* The logits of normalized hidden states. They are scaled and capped as the model does. */
 static void head(const Decoder *decoder, const float *x, int64_t rows, float *logits) {
     int64_t count = rows * decoder->head.out;
     product(&decoder->head, x, rows, logits);

@@ -25,18 +25,18 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Maximum number of tokens of a native forward, unless native code computes all forwards. In larger
+"""Maximum number of tokens of a native forward, if torch computes larger forwards. In larger
 forwards, arithmetic takes most of the time, and oneDNN computes as fast as native code."""
 MAX_SEQUENCES = 16
-"""Maximum number of sequences of a native forward, unless native code computes all forwards. With
-more sequences of long texts, torch's attention over contiguous copies is faster."""
+"""Maximum number of sequences of a native forward, if torch computes larger forwards. With more
+sequences of long texts, torch's attention over contiguous copies is faster."""
 NO_EMBEDDING = -2
 """The result of ``decoder_forward`` if an id has no embedding."""
 EMBEDDINGS_COMPARED = 64
 """Number of embeddings that are compared with the input of the model's first layer."""
 FIRST_POSITIONS = 1024
-"""Initial number of positions with computed rotations. The number doubles when a sequence grows
-beyond it."""
+"""Initial number of positions for which rotations are computed. The number doubles when a sequence
+becomes longer."""
 _ACTIVATIONS: tuple[Function, ...] = (silu, partial(gelu, approximate="tanh"))
 """The activations that the native code supports; an activation's index is its number in the native
 code."""
@@ -263,8 +263,7 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """Measures the scale of the embeddings again, after the weights have been changed in place.
-        No other value is copied from the weights, because the native code reads them where torch
-        stores them."""
+        The native code reads all other values of the weights where torch stores them."""
         _, _, self._native.contents.embedding_scale = _embeddings(self._decoder)
 
     def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:
@@ -307,8 +306,8 @@ def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
 
 
 def _fill(addresses: np.ndarray, packed: Packed) -> Iterator[np.ndarray]:
-    """Writes, for each token, the address of its sequence's block numbers to ``addresses``. Yields
-    the arrays of block numbers, which must be kept as long as the addresses are used."""
+    """For each token, writes the address of its sequence's block numbers to ``addresses``. Yields
+    the arrays of block numbers. The caller must keep these arrays while the addresses are used."""
     for group in packed.groups:
         blocks = np.ascontiguousarray(group.blocks, dtype=np.int64)
         size = blocks.nbytes // group.batch

@@ -29,8 +29,8 @@ EXPORTED void function_activate(int64_t activation, float *values, int64_t count
 }
 
 /* The attention among the tokens of one text: y and queries [tokens, heads, dim], keys and values
- * [tokens, kv_heads, dim]. `sizes`: tokens, heads, kv_heads, dim, window. Returns -1 if memory is
- * exhausted, and otherwise 0. */
+ * [tokens, kv_heads, dim]. `sizes`: tokens, heads, kv_heads, dim, window. Returns 0, or -1 if
+ * memory is exhausted. */
 EXPORTED int function_attention(const float *queries, const float *keys, const float *values,
                                 float *y, const int64_t *sizes, float scale, float softcap,
                                 int64_t threads) {

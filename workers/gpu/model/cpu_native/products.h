@@ -1,8 +1,8 @@
 /* Products of rows with a matrix of weights, in float32.
  *
- * For any number of rows, the products that make up an output are added in the same order. First,
- * products that are LANES apart are added in one lane of a vector. Then the lanes of this vector
- * are added, two neighbours at a time. So the bits of a row's result do not depend on the other
+ * An output is a sum of products. The products are added in the same order for any number of rows.
+ * First, products that are LANES apart are added in one lane of a vector. Then neighbouring lanes
+ * of this vector are added in pairs. So the bits of a row's result do not depend on the other
  * rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
@@ -128,12 +128,12 @@ INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64
 }
 
 /* Computes `count` outputs for more than FEW_ROWS rows of x. A tile has two rows of weights, so x
- * is loaded half as often as with one.
+ * is loaded half as often as with one row of weights.
  *
  * The rows of x are divided into groups of at most TILE_ROWS. While a block of weights is
  * multiplied with a group, weights after this block are prefetched in the order of their addresses:
- * half a block with each group, or the whole next block if there is only one group. Otherwise
- * memory would be idle while a cached block is multiplied with further rows of x. */
+ * half a block with each group, or the whole next block if there is only one group. Without this
+ * prefetch, memory would be idle while a cached block is multiplied with further rows of x. */
 INLINE void more_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                       int64_t count, int64_t rows) {
     const float *next = w + BLOCK_OUTS * in;
@@ -182,7 +182,7 @@ static void multiply_part(const void *given, int64_t thread, int64_t first, int6
     multiply(m->product, m->x, m->rows, m->y, first, end);
 }
 
-/* Number of outputs of a part. There are few parts, because each part begins without prefetched
+/* Number of outputs of a part. The parts are large, because each part begins without prefetched
  * weights. */
 static int64_t part_of(int64_t out, int64_t in) {
     int64_t outs = PART_FLOATS / in > out / MANY_PARTS ? PART_FLOATS / in : out / MANY_PARTS;

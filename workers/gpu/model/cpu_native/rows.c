@@ -1,5 +1,5 @@
 /* Reductions of whole rows of logits for sampling: the most likely token, and the sum of
- * exponentials. They take two passes over a row, which stays in the processor's cache. */
+ * exponentials. They read each row twice. The row stays in the processor's cache. */
 
 #include <math.h>
 
@@ -50,8 +50,8 @@ static float total_of(const float *row, int64_t size, float greatest) {
     return sum(total);
 }
 
-/* Writes, for each row of logits [rows, size], the index of the greatest value to `best`, and to
- * `numbers` [3, rows] this index, its log-probability, and 1. */
+/* For each row of logits [rows, size], writes the index of the greatest value to `best`. Also
+ * writes this index, its log-probability and 1 to `numbers` [3, rows]. */
 __attribute__((visibility("default"))) void rows_reduce(const float *logits, int64_t rows,
                                                         int64_t size, int64_t *best,
                                                         double *numbers) {

@@ -97,7 +97,8 @@ static void *serve(void *number) {
     return 0;
 }
 
-/* Resets the state in a forked process, which has a copy of the state but not the threads. */
+/* Resets the state in a forked process. Such a process has a copy of the state, but not the
+ * threads. */
 static void forget(void) {
     pthread_mutex_init(&caller, 0);
     pthread_mutex_init(&lock, 0);
@@ -107,7 +108,7 @@ static void forget(void) {
     started = asleep = 0;
 }
 
-/* Starts threads up to this number, or fewer if the system refuses more. */
+/* Starts threads until there are `count`, or until the system refuses another thread. */
 static void start(int64_t count) {
     sigset_t all, before;
     pthread_attr_t attributes;

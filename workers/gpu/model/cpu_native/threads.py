@@ -1,10 +1,10 @@
-"""Chooses the number of threads of a forward on a CPU by measuring steps.
+"""Measures steps on a CPU, and so chooses the number of threads of each forward.
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
 of each region. But if another process uses one of the cores, each region waits for a thread that is
-not scheduled. A single thread is then several times as fast as two. So for each step size, a trial
-with another number of threads runs from time to time. If steps get slower, a trial begins at once.
-A size without measurements starts with the number that was found for the nearest size.
+not scheduled. A single thread is then several times as fast as two. So from time to time, each step
+size has a trial: some steps with another number of threads. If steps get slower, a trial begins at
+once. A size without measurements starts with the number of threads of the nearest size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MAX_TOKENS = 64
-"""Steps of more tokens than this use all threads, because their parallel regions are long."""
+"""Steps with more tokens than this number use all threads, because their parallel regions are
+long."""
 WINDOW = 8
 """Number of steps over which the median duration is taken."""
 TRIAL = 4
-"""Number of steps of a trial, in which another number of threads is used. A step that takes more
-than ``SLOWER`` times the usual time ends the trial."""
+"""Number of steps of a trial. If a step of the trial takes more than ``SLOWER`` times the usual
+time, the trial ends early."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
 """Initial and maximum number of steps between two trials. After a trial that does not change the
 number of threads, the next trial comes after twice as many steps as before."""
@@ -27,8 +28,8 @@ BETTER = 0.93
 """The number of threads of a trial is adopted if a step takes at most this fraction of the usual
 time."""
 SLOWER = 1.5
-"""If steps take more than this multiple of the usual time, a trial begins, or the current trial
-ends."""
+"""A trial begins if the median duration of recent steps is above this multiple of the usual time. A
+running trial ends if one of its steps takes longer than this."""
 
 
 @dataclass(slots=True)
@@ -119,8 +120,8 @@ class ThreadChooser:
         size.decided = True
 
     def _suggest(self, found: _Size) -> None:
-        """Makes the other sizes soon try the new number of threads of ``found``. A size that has
-        not completed a trial adopts the number at once."""
+        """Proposes the new number of threads of ``found`` to the other sizes, which try it soon. If
+        a size has not completed a trial, it adopts the number at once."""
         for size in self._sizes.values():
             if size.threads == found.threads:
                 continue

@@ -40,8 +40,8 @@ INLINE Vector all(float value) {
     return value - (Vector){0};
 }
 
-/* a * b + c, rounded once. The compiler does not fuse other products and sums (-ffp-contract=off),
- * so that the source determines each rounding, and a function gives equal bits at each call. */
+/* a * b + c, rounded once. The compiler does not fuse other products and sums (-ffp-contract=off).
+ * So the source determines each rounding, and a function gives equal bits wherever it is called. */
 #define FUSED(a, b, c) __builtin_elementwise_fma(a, b, c)
 
 INLINE float sum(Vector values) {
@@ -117,7 +117,8 @@ INLINE void transpose(Vector *values) {
     }
 }
 
-/* In each lane, `yes` if the comparison `which` is true there, otherwise `no`. */
+/* Each lane of the result is the lane of `yes` if the comparison `which` is true there, and the
+ * lane of `no` if it is false. */
 INLINE Vector choose(Integers which, Vector yes, Vector no) {
     return (Vector)(((Integers)yes & which) | ((Integers)no & ~which));
 }

@@ -12,8 +12,8 @@ from .graphs import DecodeGraphs
 
 
 class CudaBackend(ForwardBackend):
-    """Runs steps that consist of decodes as CUDA graphs of ``base``. ``base`` itself runs all other
-    steps."""
+    """Runs each step that consists only of decodes as a CUDA graph of ``base``. ``base`` itself
+    runs all other steps."""
 
     def __init__(self, base: ForwardBackend, graphs: DecodeGraphs) -> None:
         super().__init__(base.tensors)
@@ -25,8 +25,8 @@ class CudaBackend(ForwardBackend):
         self._graphs = graphs
 
     def refresh(self) -> None:
-        """Makes the copies of weights again, at the addresses that the graphs read, after the
-        model's weights have been changed in place."""
+        """Makes the copies of weights again, after the model's weights have been changed in place.
+        The copies keep the addresses that the graphs read."""
         self.base.refresh()
 
     def compute(
@@ -41,6 +41,6 @@ class CudaBackend(ForwardBackend):
         if not self._graphs.fit(packed):
             return super().forward(packed, drawn)
         logits = self._graphs.run(packed, self.tensors.ids(packed, drawn))
-        # The logits are copied, because the next replay overwrites them and a deferred sequence may
-        # still need them.
+        # The logits are copied, because a deferred sequence may still need them when the next
+        # replay overwrites them.
         return logits.to(torch.float32, copy=True)

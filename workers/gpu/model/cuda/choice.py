@@ -1,9 +1,10 @@
 """Chooses the attention of a model on its device: a kernel that reads blocks in place, or SDPA over
 gathered blocks.
 
-A kernel is tried before it is used: its results are compared with plain attention. If several
-kernels work, each is timed on the device, and the fastest one is chosen. The choice is stored for
-later models of the same shapes.
+A kernel is tried before it is used: its results are compared with plain attention. A trial computes
+several chunks; a chunk is the tokens that a step computes of one sequence. If several kernels work,
+each is timed on the device, and the fastest one is chosen. The choice is stored for later models of
+the same shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .trial import Trial, heads_per_key_head
 log = logging.getLogger(__name__)
 
 TRIALS = (((1, 1, 1), (5, 300, 4000)), ((3, 1, 40), (700, 257, 300)))
-"""The chunks of each trial: their numbers of new tokens, and their numbers of keys."""
+"""For each trial: the number of new tokens of each chunk, and the number of keys of each chunk."""
 TIMED = (((1,) * 32, (1024,) * 32), ((1,), (8192,)), ((1024,), (1024,)))
 """The chunks of each timed run, as in ``TRIALS``: decodes, a long decode, and a prompt."""
 WINDOW, CAP = 100, 20.0
@@ -48,8 +49,8 @@ def choose_layout(loaded: LoadedModel) -> Layout:
 
 
 def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
-    """The reason why a kernel cannot attend for a model; empty if it can, and its trial gave right
-    results."""
+    """The reason why a kernel cannot be used for a model: the kernel does not support the model, or
+    its trial failed. Empty if the kernel can be used."""
     if reason := KERNELS[kernel].why_not(loaded):
         return reason
     try:
@@ -64,8 +65,8 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
-    """The fastest of several kernels. Without a stored choice, this is the kernel with the smallest
-    sum of times over all layer shapes."""
+    """The fastest of several kernels: the stored choice, or else the kernel with the smallest sum
+    of times over all layer shapes."""
     key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
     found = stored_choices.load(key)
     if found is not None and found in kernels:
@@ -84,8 +85,8 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
             for kernel in kernels
         }
     except RuntimeError as error:
-        # For example, the device is out of memory. The first kernel is then used, because all of
-        # these kernels have given right results.
+        # A measurement can fail, for example if the device is out of memory. The first kernel is
+        # then used, because all of these kernels have given right results.
         log.warning("%s: its kernels cannot be timed: %s", loaded.name, error)
         return kernels[0]
     fastest = min(times, key=lambda kernel: times[kernel])

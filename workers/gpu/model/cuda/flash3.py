@@ -67,7 +67,7 @@ def function() -> Callable[..., torch.Tensor]:
         except ModuleNotFoundError:
             continue
         except (ImportError, OSError, AttributeError) as error:
-            # For example, the package was built for another torch.
+            # The import can fail, for example if the package was built for another torch.
             reason = f"its import fails: {error}"
             continue
         if missing := _NEEDED - set(inspect.signature(found).parameters):

@@ -1,10 +1,10 @@
-"""CUDA graphs of decode steps: one launch instead of one launch per kernel.
+"""CUDA graphs of decode steps. A graph needs one launch in place of a launch for each kernel.
 
 When the engine starts, a graph is captured for each of a few batch sizes. All graphs read and write
 the same buffers and share one memory pool, because only one graph is replayed at a time. A step
-fills the buffers, pads its batch to the next of these sizes, and replays the graph. Each graph is
-compared with the same forward without a graph. If a capture fails twice, steps run without graphs,
-and ``why`` has the reason.
+fills the buffers, pads its batch to the next larger of these sizes, and replays the graph of this
+size. Each graph is compared with the same forward without a graph. If a capture fails twice, steps
+run without graphs, and ``why`` has the reason.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes for which a graph is captured."""
 TOLERANCE = 5e-2
-"""Greatest difference between the logits of a replay and of the step without a graph, relative to
-their standard deviation."""
+"""Greatest allowed difference between the logits of a replay and the logits of the same step
+without a graph, relative to their standard deviation."""
 MAX_CAPTURE_S = 60.0
-"""Captures that have not begun within this number of seconds are left out."""
+"""After this number of seconds, no further capture begins."""
 WARM_UPS = 2
 """Number of forwards before a capture. The first runs of kernels do setup work that must not be
 captured."""
@@ -56,8 +56,8 @@ class _Buffers:
         self.ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
         self._blocks, self._shape = np.zeros(0, dtype=np.int64), (0, 0)
-        """The block tables that ``block_table`` now contains, and their shape: the width in blocks,
-        and the number of rows including padding."""
+        """The current content of ``block_table``: the block tables, their width in blocks, and the
+        number of rows including padding."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         # The inputs are views of one buffer, so one copy from the host fills all inputs.
@@ -140,12 +140,12 @@ class DecodeGraphs:
         on_progress: OnProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse the
-        memory of the largest.
+        """Captures the graphs of ``forward``. The largest graph is captured first, so that smaller
+        graphs reuse its memory.
 
         If a capture fails ``MAX_ATTEMPTS`` times, all graphs are dropped. If the captures take too
-        long, the graphs of the smaller sizes are missing. In both cases, ``why`` has the reason.
-        The weights and the cache must keep their addresses afterwards.
+        long, the smaller sizes do not get graphs. In both cases, ``why`` has the reason. The
+        weights and the cache must keep their addresses afterwards.
         """
         began, self.why = clock(), ""
         session = _Session(self._device)
@@ -177,7 +177,8 @@ class DecodeGraphs:
         spans, count = packed.spans, len(packed.ids)
         if not self._graphs or spans is None or spans.queries.max() > 1:
             return False
-        # A one-token chunk in the middle of a prompt has no row of logits.
+        # A chunk (the tokens that a step computes of one sequence) may be one token in the middle
+        # of a prompt. Such a chunk does not have a row of logits.
         return len(packed.rows) == count <= self._sizes[-1]
 
     def run(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
@@ -224,8 +225,8 @@ class DecodeGraphs:
         return graph
 
     def _fill_trial(self, size: int) -> None:
-        """Writes ``size`` decodes whose only block is the spare block. Their positions differ if
-        the block has enough positions."""
+        """Writes ``size`` decodes to the buffers. The only block of each decode is the spare block.
+        The decodes have different positions if the block has enough positions."""
         positions = np.arange(size) % self._block_size
         self._buffers.fill_numbers(positions, self._spare_slot + positions, positions + 1)
         self._buffers.fill_table(np.full(size, self._spare), 1, size, self._spare)
@@ -256,8 +257,8 @@ class _Session:
 
     @contextmanager
     def stream_current(self) -> Iterator[None]:
-        """Makes the stream of the session current within the context. Work on this stream runs
-        after the work that had been queued on the previous stream."""
+        """A context in which the stream of the session is current. Work on this stream runs after
+        the work that was queued on the previous stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

@@ -60,7 +60,8 @@ def writing(attend_stored: Attend) -> Attend:
 
 
 def function_name(kernel: Kernel) -> str:
-    """The name of a kernel in transformers, which reserves names that contain ``flash``."""
+    """The name under which a kernel is registered in transformers. The name does not contain
+    ``flash``, because transformers reserves such names."""
     return f"tokenbus_{kernel}"
 
 

@@ -1,4 +1,5 @@
-"""The chosen attention kernels of this machine, in a file in the user's cache folder.
+"""Stores which attention kernels were chosen on this machine. The file is in the user's cache
+folder.
 
 A choice depends on the card, the driver, the versions of libraries, the available kernels, and the
 type and shapes of a model's keys. If any of these differs, the kernels are timed again. A file that
@@ -30,7 +31,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARIES = ("torch", "triton", "flash_attn_3")
 
 _chosen: dict[str, Kernel] = {}
-"""The choices of this process, in case the file cannot be written."""
+"""The choices of this process, which are used if the file cannot be written."""
 
 
 def path() -> Path:

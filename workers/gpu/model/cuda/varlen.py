@@ -33,7 +33,8 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True)
 class VarlenBatch:
-    """The metadata of a step for the attention function, for N chunks and T tokens."""
+    """The metadata of a step for the attention function. A chunk is the tokens that the step
+    computes of one sequence. The step has N chunks and T tokens."""
 
     cache: KVCache
     slot_mapping: torch.Tensor
@@ -52,10 +53,10 @@ class VarlenBatch:
     longest: int
     """The greatest of ``lengths``, or an upper bound."""
     spans: PackedSpans | None = None
-    """The chunks on the host; None in a graph, whose chunks have one token each."""
+    """The chunks on the host; None in a CUDA graph, in which each chunk has one token."""
     tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """The tiles of the Triton kernels (``Tiles``), made once per step. The key is the number of
-    query heads for each key head, and the number of key heads."""
+    """The tiles of the Triton kernels (``Tiles``), which are made once per step. The key has two
+    numbers: the query heads for each key head, and the key heads."""
 
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
@@ -135,9 +136,8 @@ def why_no_kernel() -> str:
 
 
 def why_unsupported(loaded: LoadedModel) -> str:
-    """Checks the properties of a model that every version of FlashAttention restricts. Returns the
-    reason if the type of the weights or the size of the heads is not supported, otherwise an empty
-    string."""
+    """The reason why no version of FlashAttention supports a model: the type of the weights, or the
+    size of the heads. Empty if both are supported."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     shapes = set(loaded.layers.values())

@@ -3,9 +3,9 @@
 For one token of a small model, small operations take longer than matrix products: transformers'
 modules run about a hundred small operations for each token. ``FusedDecoder`` computes the same
 results without module calls. It has one product for queries, keys and values, and one for both
-halves of a gated MLP. The rotary embedding is applied in place, and the products at the end of the
-attention and of the MLP add the residual. ``fused_model`` derives the decoder from the model's
-structure. The decoder is used only if its logits equal the model's own.
+halves of a gated MLP. The rotary embedding is applied in place. The last product of the attention
+and the last product of the MLP also add the residual. ``fused_model`` derives the decoder from the
+model's structure. The decoder is used only if its logits equal the model's own.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class RmsNorm:
     """``x / sqrt(mean(x ** 2) + eps) * gain`` over the last dimension."""
 
     def __init__(self, gain: torch.Tensor, eps: float, offset: torch.Tensor | None = None) -> None:
-        """``offset``: the model's weight if the model adds 1 to it; ``gain`` is then a copy of the
-        sum. If ``offset`` is None, ``gain`` is the model's own weight."""
+        """Some models add 1 to the weight of the norm. For such a model, ``offset`` is the weight,
+        and ``gain`` is a copy of the sum. For other models, ``offset`` is None, and ``gain`` is the
+        model's own weight."""
         self.gain = gain
         self.eps = eps
         self._offset = offset
@@ -86,7 +87,7 @@ class RmsNorm:
 
 @dataclass(slots=True)
 class HeadNorms:
-    """Norms of queries and keys: over each head, or over all heads together."""
+    """Norms of queries and keys. A norm is computed over each head, or over all heads together."""
 
     query: Function
     key: Function
@@ -184,9 +185,9 @@ class Layer:
 class FusedDecoder:
     """The forward of a whole model.
 
-    ``rotary``: computes cosines and sines ``[1, num_tokens, rotary_dim]`` from hidden states,
-    positions ``[1, num_tokens]`` and one of ``kinds``, as the model does. ``by_position``: whether
-    cosines and sines depend only on the position.
+    ``rotary`` computes cosines and sines ``[1, num_tokens, rotary_dim]`` as the model does. Its
+    arguments are hidden states, positions ``[1, num_tokens]`` and one of ``kinds``.
+    ``by_position``: whether cosines and sines depend only on the position.
     """
 
     def __init__(
@@ -226,9 +227,9 @@ class FusedDecoder:
         context: Any,
         attend: Attend,
     ) -> torch.Tensor:
-        """The logits ``[rows, vocab]`` of the tokens ``rows`` among ``ids`` ``[num_tokens]``. If
-        ``rows`` has the length of ``ids``, it must contain all tokens in order. ``context`` is
-        passed to ``attend``."""
+        """The logits ``[num_rows, vocab]`` of some of the tokens ``ids`` ``[num_tokens]``.
+        ``rows``: the indices of these tokens. If ``rows`` has as many entries as ``ids``, it must
+        contain all indices in order. ``context`` is passed to ``attend``."""
         hidden = self.embedded(ids)
         rotations = {kind: self.rotation(hidden, positions, kind) for kind in self.kinds}
         for layer in self.layers:
@@ -292,8 +293,8 @@ class FusedDecoder:
 
 
 def rotate_(heads: torch.Tensor, rotation: Rotation) -> None:
-    """Rotates the first ``rotary_dim`` entries of ``heads`` ``[num_tokens, heads, dim]`` in place:
-    entry i together with entry i + rotary_dim / 2, as in GPT-NeoX."""
+    """Rotates the first ``rotary_dim`` entries of ``heads`` ``[num_tokens, heads, dim]`` in place.
+    Entries i and i + rotary_dim / 2 are rotated together, as in GPT-NeoX."""
     cos, sin = rotation
     size = cos.shape[-1]
     part = heads if size == heads.shape[-1] else heads[..., :size]

@@ -65,8 +65,8 @@ def fused_model(
     _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     assert base is not None
     config = model.config.get_text_config()
-    # Embeddings are looked up by rows, so weights that are tied to them are not stored as ``[in,
-    # out]``.
+    # Embeddings are looked up by rows. So if the weights of the output layer are tied to the
+    # embeddings, they are not stored as ``[in, out]``.
     tied = model.lm_head.weight is base.embed_tokens.weight
     rotary = _Rotary(base.rotary_emb, config)
     layers = [
@@ -197,9 +197,9 @@ def fused_norm(module: Any) -> Function:
 
 
 def _joined(layers: list[Any], by_input: bool) -> Projection:
-    """Joins linear layers with the same input to one product. Their weights are copied into one
-    matrix, and become views of it. ``by_input``: whether to store the matrix as ``[in, out]`` if
-    that is faster."""
+    """Joins linear layers that have the same input into one product. Their weights are copied into
+    one matrix, and become views of this matrix. ``by_input``: whether to store the matrix as ``[in,
+    out]`` if that is faster."""
     for layer in layers:
         if type(layer) is not torch.nn.Linear or type(layer.weight.data) is not torch.Tensor:
             raise NotFusible(f"its {type(layer).__name__} is not a plain linear layer")
@@ -221,8 +221,8 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
 
 
 def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
-    """The matrix whose rows are ``parts``, if the layers were joined before in the wanted order of
-    the weights; otherwise None."""
+    """The matrix whose rows are ``parts``. None if the layers were not joined before, or if the
+    matrix is not stored as ``by_input`` requires."""
     first = parts[0]
     storage, strides = first.untyped_storage(), first.stride()
     at = first.data_ptr()
@@ -259,8 +259,8 @@ def _embedding_scale(model: Any, base: Any) -> float:
 
 
 def _scale_measured_later(model: Any, base: Any) -> float:
-    """Computes ``_embedding_scale`` with transformers' own attention, after the engine has replaced
-    the model's attention."""
+    """Computes ``_embedding_scale`` when the engine has already replaced the model's attention.
+    Uses transformers' own attention."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -1,4 +1,5 @@
-"""Matrix products with a model's weights: the kernel that is fastest for the number of rows.
+"""Matrix products with a model's weights. Each product uses the kernel that is fastest for its
+number of rows.
 
 On a CPU, torch's product of few rows and a matrix is far slower than the memory bandwidth allows.
 PyTorch multiplies one row on a single thread, and reorders the weights for each product of several
@@ -48,7 +49,8 @@ class Projection:
         bias: torch.Tensor | None,
         biases: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``biases``: the tensors of which ``bias`` is a joined copy."""
+        """``biases``: the tensors of which ``bias`` is a copy, if ``bias`` joins several
+        tensors."""
         self.weight = weight
         self.bias = bias
         self._biases = tuple(biases)
@@ -59,8 +61,8 @@ class Projection:
         """The views of the weights that ``_split`` has made, by number of threads."""
 
     def pack(self, budget: int) -> int:
-        """Makes a copy of the weights in oneDNN's order, if they can be packed and take at most
-        ``budget`` bytes. Returns the size of the copy in bytes."""
+        """Makes a copy of the weights in oneDNN's order, if the weights can be packed and have at
+        most ``budget`` bytes. Returns the size of the copy in bytes."""
         weight = self.weight
         if not can_be_packed(weight) or weight.nbytes > budget:
             return 0

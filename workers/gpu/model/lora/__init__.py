@@ -1,1 +1,2 @@
-"""LoRA adapters: low-rank updates of a model's weights, which each request chooses by name."""
+"""LoRA adapters: low-rank updates of a model's weights. Each request may choose an adapter by
+name."""

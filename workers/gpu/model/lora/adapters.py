@@ -1,7 +1,7 @@
-"""The LoRA adapters of a model: each token of a forward can have the updates of one adapter.
+"""The LoRA adapters of a model. In a forward, each token may have an adapter.
 
-The model's weights are not changed. Forward hooks of the linear modules add the updates to the
-outputs. Without an adapter in the forward, a hook does nothing.
+The model's weights are not changed. A forward hook of each linear module adds the adapters' updates
+to the module's output. If no token of the forward has an adapter, the hook does nothing.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Adapters:
     def applied(
         self, tokens: np.ndarray, outputs: np.ndarray, device: torch.device
     ) -> Iterator[None]:
-        """A context in which a forward of the model has adapters. ``tokens`` and ``outputs``: the
-        numbers of the adapters of all tokens, and of the tokens whose logits are computed."""
+        """A context in which a forward of the model has adapters. ``tokens``: for each token, the
+        number of its adapter. ``outputs``: the same for the tokens whose logits are computed."""
         self._active = _rows(tokens, device), _rows(outputs, device)
         try:
             yield
@@ -151,7 +151,8 @@ def _rows(numbers: np.ndarray, device: torch.device) -> _Rows:
 
 
 def _check(path: str, module: torch.nn.Module | None, update: Update) -> None:
-    """Raises AdapterError if a module does not exist, is not linear, or has another size."""
+    """Raises AdapterError if a module does not exist, is not linear, or does not have the size of
+    the update."""
     if module is None:
         raise AdapterError(f"the model has no module {path}")
     if isinstance(module, torch.nn.Linear):

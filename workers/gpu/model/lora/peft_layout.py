@@ -33,7 +33,8 @@ _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
 }
-"""Fields of the configuration that must be empty, each with the feature for which it stands."""
+"""Fields of the configuration that must be empty. The value is the feature that the field
+configures."""
 _INITIAL = ("eva", "gaussian", "orthogonal")
 """The values of ``init_lora_weights`` that leave the weights of the model unchanged. Other values,
 such as ``pissa`` and ``loftq``, subtract the initial adapter from the weights or quantize them."""

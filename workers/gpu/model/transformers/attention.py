@@ -1,10 +1,10 @@
 """Attention over the paged KV cache, for models that use transformers' attention interface.
 
 The tokens of a step, from all sequences, are packed into one row. ``paged_attention`` is registered
-with transformers under the name ``tokenbus``, and each layer calls it. The ``PackedBatch`` is an
-extra keyword argument of the model, which passes it to this function. The function writes the new
-keys and values to the slots of ``slot_mapping``. Each group of sequences then attends over its
-gathered blocks or over its mirror.
+with transformers under the name ``tokenbus``, and each layer calls it. The model receives the
+``PackedBatch`` as an extra keyword argument, and passes it to this function. The function writes
+the new keys and values to the slots of ``slot_mapping``. Each group of sequences then attends over
+its gathered blocks or over its mirror.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..kv_cache import KVCache, Mirror
 NAME = "tokenbus"
 NAME_COMPILED = "tokenbus_compiled"
 _NOTHING = torch.empty(())
-"""The addend of ``torch.baddbmm``, which is not read if ``beta`` is 0."""
+"""The addend of ``torch.baddbmm``. If ``beta`` is 0, torch does not read the addend."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Group:
     fresh: bool = False
     """Whether all chunks begin at position 0: the new tokens attend only to each other."""
     level: bool = False
-    """For decodes: whether all are at the same position, so that no mask is needed."""
+    """For decodes: whether all are at the same position. If so, no mask is needed."""
     mirror: Mirror | None = None
     """For decodes: the contiguous copy of the sequences' keys and values."""
     continues: bool = False
@@ -65,8 +65,8 @@ class Group:
     ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """The term that is added to the scores: 0 if a token attends to a key, otherwise -inf.
-        ``window``: the sliding window in tokens; 0: no window."""
+        """The term that is added to the scores: 0 if a token attends to a key, -inf if it does not.
+        ``window``: the sliding window in tokens; 0 if there is no window."""
         found = self.masks.get(window)
         if found is None:
             keys = torch.arange(self.length, device=self.positions.device)
@@ -259,8 +259,8 @@ def _attend_drafts(
     window: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The attention of the last token and the draft of each sequence: ``[num_tokens, heads,
-    dim]``."""
+    """The attention of the new tokens of each sequence, ``[num_tokens, heads, dim]``. The new
+    tokens are the last token and a draft."""
     assert group.rows is not None
     assert group.places is not None
     batch, width = group.positions.shape

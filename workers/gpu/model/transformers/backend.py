@@ -1,4 +1,4 @@
-"""The forward as transformers' own modules compute it, with this engine's attention."""
+"""The forward that transformers' own modules compute, with this engine's attention."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
 """Maximum number of compiled forms of one function; torch's default is 8. torch compiles a separate
-form for zero, one and several rows of logits, and for one and several tokens. Methods of several
-classes can share a decorator, and so the code of the decorator's wrapper. torch then counts the
-forms of all these methods as forms of one function."""
+form for zero, one and several rows of logits, and for one and several tokens. If methods of several
+classes have the same decorator, they share the code of the decorator's wrapper. torch then counts
+the forms of all these methods as forms of one function."""
 
 
 class TransformersBackend(ForwardBackend):
@@ -77,8 +77,8 @@ def compiled_model(model: Any) -> Any:
 
     torch stores the C++ code that it generates, and later processes use the stored code. By
     default, the key of the stored code does not contain the width of the vectors. So a process that
-    uses vectors of 16 floats could compile stored code that was generated for vectors of 8 floats.
-    Such code wrote past the end of its output. The option ``cpp.simdlen`` adds the width to the
+    uses vectors of 16 floats could compile code that was generated for vectors of 8 floats. Such
+    code has written past the end of its output. The option ``cpp.simdlen`` adds the width to the
     key.
     """
     # This import takes more than a second.
@@ -101,8 +101,8 @@ def attention_name(layout: Layout) -> str:
 def compiled_backend(
     name: str, model: Any, tensors: StepTensors, layout: Layout
 ) -> CompiledBackend | None:
-    """The model through torch.compile. If it raises an exception, or if its logits differ from the
-    model's own, returns None and logs the reason."""
+    """Compiles a model through torch.compile. If the compiled model raises an exception, or if its
+    logits differ from the model's own logits, returns None and logs the reason."""
     # This import takes more than a second.
     from torch._dynamo import config
 

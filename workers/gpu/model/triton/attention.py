@@ -4,8 +4,8 @@ launches.
 A *chunk* is the tokens of one sequence in a step. A *tile* has some consecutive tokens of one
 chunk. A program computes a tile for one key head and all query heads of this key head. A chunk of
 at most ``MAX_SHORT`` tokens (a decode, a draft) is short: if its tiles have many keys, the keys are
-split among several programs. One kernel computes short chunks and another long chunks, so the
-result of a chunk does not depend on the other chunks of the step.
+split among several programs. One kernel computes short chunks, and another kernel computes long
+chunks. So the result of a chunk does not depend on the other chunks of the step.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def tiles_of(
         parts.append(part)
         places.append(int(is_split.sum()))
     long = _split(queries, ~short, tile_rows(group, long=True) // group)
-    # The last tiles of a chunk have the most keys. They begin first, so that the launch does not
-    # end with a few long tiles.
+    # The last tiles of a chunk have the most keys, and take the longest time. They begin first, so
+    # that the launch does not end while a few long tiles still run.
     *moved, last = together_on_device([*parts, long[::-1].copy()], device)
     launches = [Launch(tiles, n, part_rows) for tiles, n in zip(moved, places, strict=True)]
     return Tiles(launches, last)

@@ -1,4 +1,5 @@
-"""Paged attention in Triton: one kernel that splits the keys of short chunks, one for long chunks.
+"""Paged attention in Triton. A *chunk* is the tokens of one sequence in a step. One kernel computes
+short chunks, and splits their keys among programs. Another kernel computes long chunks.
 
 A tile has ``BLOCK_M`` rows: up to ``BLOCK_M // GROUP`` tokens of one chunk, each with the ``GROUP``
 query heads of one key head. Each key and value is therefore read once for all heads of its group. A
@@ -81,7 +82,7 @@ def _attend_keys(
             seen = seen & (at[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(highest, tl.max(scores, 1))
-        # A row without any key so far has -inf here, and -inf minus -inf is NaN.
+        # A row that has not attended to a key yet has -inf here, and -inf minus -inf is NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(highest - base)

@@ -41,8 +41,8 @@ class TritonBackend(ForwardBackend):
 def triton_backend(
     tensors: StepTensors, decoder: FusedDecoder, layout: Layout, dtype: torch.dtype
 ) -> TritonBackend | FusedBackend:
-    """The decoder with few kernels. The layers run without these kernels if a layer has no kernel,
-    or if the kernels change the logits by more than rounding. ``why_no_kernels`` then has the
+    """The decoder as a TritonBackend. If a layer does not have a kernel, or if the kernels change
+    the logits by more than rounding, the decoder as a FusedBackend. ``why_no_kernels`` then has the
     reason."""
     probes, plain = Probes(tensors, layout), FusedBackend(tensors, decoder, layout)
     device = tensors.device

@@ -1,8 +1,8 @@
 """A ``FusedDecoder`` whose small operations are Triton kernels: nine kernels per layer.
 
-Four are products. The others are two norms with the residual, the rotary embedding with the store
-to the cache, the attention, and the activation. A norm that the model has between a product and the
-residual is part of the norm kernel.
+Four kernels are products. The other five are two norms with the residual, the rotary embedding with
+the store to the cache, the attention, and the activation. A norm that the model has between a
+product and the residual is part of the norm kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..fused.decoder import Attend, Function, FusedDecoder, HeadNorms, Layer, Rm
 from .ops import GATED, NORM, ROTARY_STORE
 
 MAX_WIDTH = 16384
-"""Number of values of the longest row that a program of the norm kernel can keep in registers."""
+"""Maximum number of values of a row. A program of the norm kernel keeps the whole row in
+registers."""
 
 
 class NotFusible(Exception):

@@ -1,7 +1,7 @@
 """The small operations of a decoder layer in Triton.
 
-The kernels compute in float32. They round the values that they store. They round other values only
-where the model rounds them.
+The kernels compute in float32. They round the values that they store. They round an intermediate
+value only where the model rounds it.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def rotary_kernel(
     cache.
 
     ``heads`` is ``[num_tokens, NUM_HEADS + 2 * KV_HEADS, DIM]``: queries, keys, values. A program
-    computes BLOCK_HEADS heads. The first 2 * HALF entries of a head are rotated, entry i together
-    with entry i + HALF. ``cosines`` and ``sines`` are ``[num_tokens, 2 * HALF]``. The first half of
-    the sines is negated. With HAS_NORMS each query and key is normalized first. Without
+    computes BLOCK_HEADS heads. The first 2 * HALF entries of a head are rotated. Entries i and i +
+    HALF are rotated together. ``cosines`` and ``sines`` are ``[num_tokens, 2 * HALF]``. The first
+    half of the sines is negated. With HAS_NORMS each query and key is normalized first. Without
     HAS_ROTATION nothing is rotated.
     """
     token = tl.program_id(0).to(tl.int64)

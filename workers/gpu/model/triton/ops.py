@@ -1,7 +1,7 @@
 """The Triton kernels as operations of torch, so that they support fake tensors and CUDA graphs.
 
-Triton is imported when an operation runs on real tensors. With ``TRITON_INTERPRET=1`` set before
-that import, the operations run on a CPU. Operations on fake tensors do not need Triton.
+Triton is imported when an operation first runs on real tensors. If ``TRITON_INTERPRET=1`` is set
+before this import, the operations run on a CPU. Operations on fake tensors do not need Triton.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ MIN_CAPABILITY = (8, 0)
 MAX_SPLITS = 16
 """Maximum number of parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
-"""Minimum number of keys of a part, except for the last part."""
+"""Minimum number of keys of a part. Only the last part may have fewer keys."""
 SHORT_ROWS = 16
 """Number of rows of a short chunk's tile, which is the smallest number that ``tl.dot`` supports."""
 LONG_ROWS = 128
 """Number of rows of a long chunk's tile."""
 DEEP, SHALLOW = 5, 2
 """Numbers of stages of the loop over keys. The first stages load the block table. With DEEP stages,
-two tiles of keys and values are in flight; with SHALLOW stages, one."""
+the keys and values of two iterations are loaded at the same time. With SHALLOW stages, those of one
+iteration are loaded."""
 DEEP_BYTES = 160 * 2**10
 """Shared memory that a program with DEEP stages needs, in bytes. A100 and later data centre GPUs
 have this memory."""
@@ -134,8 +135,8 @@ def norm(
     post_eps: float,
 ) -> None:
     """Adds ``scale * update`` to ``hidden`` in place, and writes the RMS norm of ``hidden`` to
-    ``normed``; all ``[num_tokens, width]``. If ``post_gain`` is given, ``update`` is normalized
-    with it first. Without ``update``, ``hidden`` stays as it is."""
+    ``normed``; all ``[num_tokens, width]``. If ``post_gain`` is given, it is the gain of a norm
+    that is applied to ``update`` first. Without ``update``, ``hidden`` stays as it is."""
     from .layer_kernels import norm_kernel
 
     rows, width = hidden.shape
@@ -255,7 +256,7 @@ def _attention(
 @cache
 def _stages(device: torch.device) -> int:
     """Number of stages of the loop over keys: ``DEEP`` if the device has enough shared memory,
-    otherwise ``SHALLOW``."""
+    ``SHALLOW`` if it does not."""
     if device.type != "cuda":
         return DEEP
     properties = torch.cuda.get_device_properties(device)

@@ -50,8 +50,8 @@ def test_a_deadlock_is_reported(system: System) -> None:
     assert type(error) is ControllerError
     assert error.code == "deadlock"
     assert error.message == (
-        "deadlock: every sequence of the request is suspended; they were woken 20 times in a row, "
-        "and all suspended again"
+        "deadlock: all sequences of the request are suspended; they were woken 20 times in a row, "
+        "and suspended again each time"
     )
 
 

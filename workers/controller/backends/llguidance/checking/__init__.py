@@ -1,2 +1,1 @@
-"""Checks the values of a text if masks do not enforce the whole schema, but only a relaxed form of
-the schema."""
+"""Checks the values of a text under a schema that masks enforce only in a relaxed form."""

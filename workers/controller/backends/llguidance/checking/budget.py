@@ -1,5 +1,5 @@
-"""Bounds the time of checks by a number of steps, so that their outcome does not depend on the
-load of the machine."""
+"""Bounds the time of checks by a number of steps, so that the outcome of the checks does not depend
+on the load of the machine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class Known(Generic[_Key, _Result]):
         return len(self._known)
 
     def find(self, key: _Key, length: int, budget: Budget, check: Callable[[], _Result]) -> _Result:
-        """The stored result for ``key``, or else the result of ``check``. ``length``: the length of
-        the checked text, in bytes or characters. Raises ``Exhausted``."""
+        """The stored result for ``key``. If no result is stored, calls ``check`` and returns its
+        result. ``length``: the length of the checked text, in bytes or characters. Raises
+        ``Exhausted``."""
         known = self._known.get(key)
         if known is not None:
             budget.take(known[1])

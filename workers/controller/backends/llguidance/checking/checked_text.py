@@ -1,5 +1,5 @@
 """Checks the text of one sequence. Removes a token from a mask if the token would end a value that
-violates the schema (``walks``)."""
+violates the schema (``walks``). Tokens are *forced* if only their text may follow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .budget import Budget, Exhausted
 from .walks import Checks, Invalid, Walk
 
 MAX_STEPS = 5_000
-"""Maximum steps of the checks for one mask. A step takes up to 10 us. If the steps are used up, all
-tokens that have not been checked and may end a value are removed from the mask."""
+"""Maximum steps of the checks for one mask. A step takes up to 10 us. When the steps are used up,
+the tokens that have not been checked are removed from the mask if they may end a value."""
 MAX_BRACKETS = 3
 """``EndingTokens`` groups tokens by their number of closing brackets, up to this number."""
 
@@ -20,7 +20,8 @@ class EndingTokens:
     """Sets of a vocabulary's tokens that may end values."""
 
     def __init__(self, size: int, words: int, token: Callable[[int], bytes]) -> None:
-        """``words``: number of u32 words of a mask. Takes about 0.1 s for 131,072 tokens."""
+        """``words``: number of u32 words of a mask. This constructor takes about 0.1 s for 131,072
+        tokens."""
         quoted: list[int] = []
         brackets: list[list[int]] = [[] for _ in range(MAX_BRACKETS + 1)]
         for number in range(size):

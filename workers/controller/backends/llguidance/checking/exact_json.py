@@ -12,7 +12,8 @@ HUGE = 10**400
 
 
 def identity(value: Any) -> Any:
-    """An object that is equal for two JSON values if and only if the values are equal."""
+    """The *identity* of a JSON value. Two values have equal identities if and only if the values
+    are equal."""
     if isinstance(value, list):
         return tuple(map(identity, value))
     if isinstance(value, dict):

@@ -6,9 +6,10 @@ content. They are reached through ``properties``, ``patternProperties``, ``addit
 ``items``, ``prefixItems``, ``additionalItems``, ``allOf`` and ``$ref``.
 
 A part is *weakened* if one of its own keywords was left out of the grammar. A part is *obligated*
-if masks do not enforce the part completely. This is the case if the part is weakened. It is also
-the case if ``anyOf``, ``oneOf``, ``not`` or another keyword whose effect depends on the content
-leads from the part to a weakened part. An *obligation* of a value is an obligated part.
+if masks do not enforce the part completely. Each weakened part is obligated. A part is also
+obligated if ``anyOf``, ``oneOf``, ``not`` or a similar keyword leads from it to a weakened part.
+The effect of such a keyword depends on the content of the value. An *obligation* of a value is an
+obligated part.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .values import Values
 
 MAX_REFERENCES = 8
-"""Maximum length of a chain of references that is followed to a list of values."""
+"""Maximum number of references that are followed one after another to find a list of values."""
 MAX_LISTED = 1_000
 """Maximum length of a list of the values that the items of an array may have. A longer list is not
 compared with the items."""
@@ -78,7 +79,7 @@ class Obligations:
         return id(part) in self._weakened
 
     def parts(self, found: Iterable[Any]) -> Parts:
-        """The parts ``found`` of a value, and those that ``allOf`` and ``$ref`` add."""
+        """The parts in ``found``, and the parts that ``allOf`` and ``$ref`` of these parts add."""
         made: dict[int, Any] = {}
         for one in found:
             for part in self._closed(one):
@@ -133,8 +134,8 @@ class Obligations:
         return self._draft <= 7 and "$ref" in part
 
     def _same(self, part: Any) -> Iterator[Any]:
-        """The parts that a part refers to with ``$ref`` and ``allOf``, and that apply to the same
-        value."""
+        """The parts to which ``$ref`` and ``allOf`` of a part refer. They apply to the same value
+        as the part."""
         if not isinstance(part, dict):
             return
         if isinstance(reference := part.get("$ref"), str):

@@ -153,8 +153,8 @@ class Values:
         }
 
     def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that counts the steps of ``check`` and then calls it. Each value or part to
-        which a keyword applies schemas counts as a step."""
+        """A function that counts the steps of the keyword ``name`` and then calls ``check``. If the
+        keyword applies schemas to several values or parts, each of them counts as a step."""
         own = STEPS_OF_REFERENCE if name == "$ref" else 1
 
         def counted(validator: Validator, value: Any, instance: Any, schema: Any) -> Any:

@@ -15,7 +15,7 @@ from .exact_json import exact, identity
 from .obligations import Obligations, Parts
 
 MERGED = 64
-"""Number of new items of an array after which they are merged into the set of all its items."""
+"""When an array has this number of new items, they are merged into the set of all its items."""
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _LENGTHS = {ord("t"): 4, ord("f"): 5, ord("n"): 4}
@@ -169,8 +169,8 @@ class Checks:
             self._check_beginning(frame, b"")
 
     def _check_beginning(self, frame: Frame, begun: bytes) -> None:
-        """Raises ``Invalid`` if only a few values are allowed as items of an array, and each value
-        that begins with ``begun`` is already an item."""
+        """Raises ``Invalid`` if the items of an array are limited to a list of values, and each
+        listed value that begins with ``begun`` is already an item."""
         few = self._obligations.few_items(frame.parts)
         if few is not None and not any(
             text.startswith(begun) and item not in frame.items and item not in frame.recent

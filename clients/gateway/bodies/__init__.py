@@ -1,0 +1,1 @@
+"""The bodies of requests: how they are read, bounded and decoded."""

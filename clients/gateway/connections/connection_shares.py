@@ -1,0 +1,76 @@
+"""Counts the connections that each user occupies with requests and WebSockets.
+
+A new connection does not replace a connection with a request in progress (``idle_connections.py``).
+So each user may have only a share of such connections.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ....protocol.errors import Code, UnavailableError
+from ....protocol.shares import fits_share
+from ..errors import UserLimitError, from_tokenbus
+from ..security import refuse
+from ..traffic import PROBES
+from ..turns import current_user
+from .connection_memory import ConnectionMemory
+
+
+class ConnectionShares:
+    """The connections of one gateway process that its users occupy with HTTP requests and
+    WebSockets. All users together may occupy ``max_connections``."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._total = 0
+        self._of_user = Counter[str]()
+
+    def take(self, user: str) -> None:
+        """Counts a connection of a user; raises UserLimitError."""
+        own = self._of_user[user]
+        if not fits_share(own, self._total, self._max_connections):
+            raise UserLimitError(
+                Code.CLIENT_LIMIT,
+                f"you have {own} open requests and WebSockets, and this gateway allows "
+                f"{self._max_connections} for all users together; close some",
+            )
+        self._of_user[user] = own + 1
+        self._total += 1
+
+    def give_back(self, user: str) -> None:
+        """Stops counting a connection of a user."""
+        self._total -= 1
+        self._of_user[user] -= 1
+        if not self._of_user[user]:
+            del self._of_user[user]
+
+
+class CountConnections:
+    """ASGI middleware that counts HTTP requests, except probes, and WebSockets. If the user has too
+    many, or if the memory of their connections exceeds the user's share, the request or the
+    handshake of the WebSocket is answered with an error."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts the request or the WebSocket, then calls the next application."""
+        if scope["type"] == "lifespan" or scope["path"] in PROBES:
+            return await self._app(scope, receive, send)
+        gateway = scope["app"].state.gateway
+        shares: ConnectionShares = gateway.connections
+        memory: ConnectionMemory | None = scope.get(ConnectionMemory.SCOPE_KEY)
+        user = current_user.get()
+        try:
+            if memory is not None:
+                memory.known(gateway.shares.memory, user)
+            shares.take(user)
+        except UnavailableError as error:
+            return await refuse(from_tokenbus(error), scope, receive, send)
+        try:
+            return await self._app(scope, receive, send)
+        finally:
+            shares.give_back(user)

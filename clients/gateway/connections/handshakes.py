@@ -1,0 +1,131 @@
+"""Accepts TLS connections, and bounds the number and the time of their handshakes.
+
+uvloop's server allows each handshake 60 s, and the HTTP protocol does not see the connection before
+the handshake is complete. So clients without an API key could open any number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ....protocol.shares import fits_share
+
+MAX_HANDSHAKES = 1024
+"""Maximum number of unfinished handshakes of one process. One address may have half of them."""
+HANDSHAKE_S = 10.0
+"""Maximum duration of a handshake, in seconds."""
+RETRY_S = 1.0
+"""Time after which connections are accepted again if the process has too many open files, in
+seconds."""
+
+
+class Handshakes:
+    """The unfinished TLS handshakes of one gateway process. If there are too many, a new handshake
+    replaces the oldest one: of its own address, if this address has used up its share."""
+
+    def __init__(self, context: ssl.SSLContext, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """``protocol``: makes the protocol of a connection."""
+        self._context = context
+        self._protocol = protocol
+        self._running: dict[asyncio.Task[None], str] = {}
+        """The address of the client of each handshake. The oldest handshake is the first."""
+        self._of_address = Counter[str]()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a handshake is in progress."""
+        return bool(self._running)
+
+    def begin(self, connection: socket.socket) -> None:
+        """Begins the handshake of an accepted connection."""
+        address = _address_of(connection)
+        own, total = self._of_address[address], len(self._running)
+        if not fits_share(own, total, MAX_HANDSHAKES):
+            self._abort_oldest(address if own else None)
+        task = asyncio.ensure_future(self._shake(connection))
+        self._running[task] = address
+        self._of_address[address] += 1
+        task.add_done_callback(self._ended)
+
+    async def _shake(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+
+    def _abort_oldest(self, address: str | None) -> None:
+        """Aborts the oldest handshake of an address, or of all addresses if ``address`` is None."""
+        oldest = next((t for t, of in self._running.items() if address in (None, of)), None)
+        if oldest is not None:
+            self._forget(oldest)
+            oldest.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._forget(task)
+        if not task.cancelled():
+            task.exception()  # Marks the error as retrieved, so that asyncio does not log it.
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        address = self._running.pop(task, None)
+        if address is not None:
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+
+class TlsListener:
+    """Accepts the connections of a listening socket, and begins their handshakes. Has the methods
+    of ``asyncio.Server`` that uvicorn uses."""
+
+    def __init__(self, listener: socket.socket, handshakes: Handshakes) -> None:
+        self._listener = listener
+        self._handshakes = handshakes
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        self._listen()
+
+    def close(self) -> None:
+        """Stops accepting connections. The socket stays open."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Does nothing, because ``close`` is complete when it returns."""
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            for connection in accepted(self._listener):
+                self._handshakes.begin(connection)
+        except OSError:
+            self._loop.remove_reader(self._listener)
+            self._retry = self._loop.call_later(RETRY_S, self._listen)
+
+
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections in the queue of a listening socket. Raises OSError if no connection can be
+    accepted, for example because the process has too many open files."""
+    listener.setblocking(False)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        connection.setblocking(False)
+        yield connection
+
+
+def _address_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return ""

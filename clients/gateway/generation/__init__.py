@@ -1,0 +1,1 @@
+"""The streams of an HTTP request at the bus, which all interfaces share."""

@@ -1,0 +1,1 @@
+"""Chat templates and the separate processes that render them."""

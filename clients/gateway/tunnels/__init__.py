@@ -1,0 +1,1 @@
+"""The connections of WebSockets to the broker, over which LMTP is served."""
