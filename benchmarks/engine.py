@@ -2,8 +2,9 @@
 continuous batching.
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
-one process. Other work on the machine can only slow a run. So the time of a run is the minimum over
-several runs. Exception: transformers runs the requests of different lengths only once.
+one process. Other work on the machine can only slow a run. So each time is the minimum over several
+runs. There are two exceptions: transformers runs the requests of different lengths only once, and
+the results of ``prefixes`` and ``host_time`` are medians.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def main() -> int:
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # Each call of a tokenizer has only one text. The tokenizers library would start threads for
-    # several texts, and these threads would only cost time.
+    # The tokenizers library starts threads to tokenize several texts in one call. Here each call
+    # has only one text, so the threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)
