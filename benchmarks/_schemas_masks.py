@@ -58,8 +58,8 @@ class MaskFigures:
     """Seconds of each round of valid texts, in two lists: for our controller and for llguidance.
     Rounds that do not end with a mask are left out."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
-    """For each schema: the seconds to the first mask of our controller, the seconds to that of
-    llguidance, and the result of ``_is_at_once``."""
+    """For each schema: the seconds to our controller's first mask, the seconds to llguidance's
+    first mask, and the result of ``_is_at_once``."""
 
     def add(self, other: MaskFigures) -> None:
         """Adds the results of other cases."""

@@ -233,9 +233,9 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
     """Measures the host's time for a step of 32 sequences. The forward is replaced by constant
-    logits, so this is the time for scheduling, packing, sampling and results. Returns it in
-    microseconds, and divided by the time of a forward. Forwards are timed in other steps, before
-    and after."""
+    logits, so this is the time for scheduling, packing, sampling and results. Returns this time in
+    microseconds, and this time divided by the time of a forward. Steps before and after the
+    measurement run and time forwards."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]

@@ -54,7 +54,7 @@ NOTES = {
     "substring_second_us": "substring_us in the second pass",
     "schema_overhead": "time of a round of our json_schema controller, divided by the time of a "
     "round of llguidance alone; only rounds that end with a mask; at most 1.3",
-    "schema_overhead_forced": "schema_overhead for all rounds; in some of them, only our "
+    "schema_overhead_forced": "schema_overhead for all rounds, including rounds in which our "
     "controller computes forced tokens",
     "schema_us": "microseconds of a round of our json_schema controller that ends with a mask",
     "schema_us_llguidance": "microseconds of the same round in llguidance alone",

@@ -1,13 +1,13 @@
 """Measures the constraint ``structural``, under which an answer has several parts.
 
-The answers have the form of Hermes: first thinking, and then free text with calls of eight
-functions. The vocabulary is Tekken's, with 131,072 tokens. A step is a controller's work for one
-token: it accepts the token and fills the next mask. A step in free text is compared with a step
-under a regex that allows any text. It is also compared with a step of llguidance alone, under
-structural tags with the same triggers. A step in the arguments of a call is compared with a step of
-the constraint ``json_schema``. Figures with ``first`` are from the first pass, in which the engines
-compute their masks. All other figures are from later passes over the same text. Everything runs on
-one thread.
+The answers have the form of Hermes. They begin with free text, in which eight functions may be
+called, or with thinking. The vocabulary is Tekken's, with 131,072 tokens. A step is a controller's
+work for one token: it accepts the token and fills the next mask. A step in free text is compared
+with a step under a regex that allows any text. It is also compared with a step of llguidance alone,
+under structural tags with the same triggers. A step in the arguments of a call is compared with a
+step of the constraint ``json_schema``. Figures with ``first`` are from the first pass, in which the
+engines compute their masks. All other figures are from later passes over the same text. Everything
+runs on one thread.
 """
 
 from __future__ import annotations
