@@ -258,8 +258,8 @@ def test_contexts_and_tables_share_their_room(tmp_path: Path) -> None:
             assert variables.table(ModuleTable(number, f"t{number}", 0, bytes(1000))).written
         [refused] = apply(variables, "a", operation("save", 9, "u", bytes(1000)))
         assert refused.error is not None
-        assert "the context has 1257 bytes, and the tables" in refused.error
-        assert "leave 1000; delete some modules or tags" in refused.error
+        assert "the context has 1257 bytes; next to the tables" in refused.error
+        assert "1000 bytes remain for contexts; delete some modules or tags" in refused.error
     finally:
         variables.close()
     variables = DurableVariables(tmp_path / "state", limits)

@@ -92,11 +92,15 @@ def test_a_process_whose_end_is_not_reported_yet_takes_no_request(runtime: Runti
 
 def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
     memory = GuestMemory(64 * 1024 * 1024)
-    sequence = Sequence(runtime.program(CALM, "memory"), memory=memory)
+    sequences = _sequences(runtime, memory, 1)
     assert memory.used > 0
     with pytest.raises(ControllerError, match="a client may not use more memory than"):
-        _sequences(runtime, memory, 200)
-    os.kill(sequence.controller._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        for _ in range(200):
+            sequences += _sequences(runtime, memory, 1)
+    process = sequences[0].controller._process  # type: ignore[attr-defined]
+    os.kill(process.pid, signal.SIGKILL)
+    for sequence in sequences:
+        sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
 
 
@@ -122,6 +126,7 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
         assert not waiting.is_set()
         process.kill("the test ends it")
         assert waiting.wait(60)
+    sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
 
 
