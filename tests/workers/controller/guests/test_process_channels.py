@@ -92,11 +92,10 @@ def test_a_process_whose_end_is_not_reported_yet_takes_no_request(runtime: Runti
 
 def test_the_memory_of_a_process_returns_to_its_tenant(runtime: Runtime) -> None:
     memory = GuestMemory(64 * 1024 * 1024)
-    sequences = _sequences(runtime, memory, 1)
-    assert memory.used > 0
+    sequences: list[Sequence] = []
     with pytest.raises(ControllerError, match="a client may not use more memory than"):
-        for _ in range(200):
-            sequences += _sequences(runtime, memory, 1)
+        _fill(sequences, runtime, memory, 200)
+    assert sequences
     process = sequences[0].controller._process  # type: ignore[attr-defined]
     os.kill(process.pid, signal.SIGKILL)
     for sequence in sequences:
@@ -130,5 +129,7 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
 
 
-def _sequences(runtime: Runtime, memory: GuestMemory, count: int) -> list[Sequence]:
-    return [Sequence(runtime.program(CALM, "memory"), memory=memory) for _ in range(count)]
+def _fill(sequences: list[Sequence], runtime: Runtime, memory: GuestMemory, count: int) -> None:
+    """Appends new sequences until ``count`` are begun, or until the memory does not suffice."""
+    for _ in range(count):
+        sequences.append(Sequence(runtime.program(CALM, "memory"), memory=memory))
