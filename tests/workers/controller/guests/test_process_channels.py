@@ -131,5 +131,5 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
 
 def _fill(sequences: list[Sequence], runtime: Runtime, memory: GuestMemory, count: int) -> None:
     """Appends new sequences until ``count`` are begun, or until the memory does not suffice."""
-    for _ in range(count):
-        sequences.append(Sequence(runtime.program(CALM, "memory"), memory=memory))
+    program = runtime.program(CALM, "memory")
+    sequences.extend(Sequence(program, memory=memory) for _ in range(count))
