@@ -55,9 +55,9 @@ FORMS = ("columns", "json")
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """Runs the client process. An order on ``pipe`` is a key of ``WAYS``, which has the functions
-    that read a stream. For each order, the process reads 64 streams. It answers with the seconds of
-    CPU time, the elapsed seconds and the number of tokens."""
+    """Runs the client process. The process receives orders on ``pipe``. Each order is the name of a
+    function in ``WAYS``. For each order, the process reads 64 streams with this function. It
+    answers with the seconds of CPU time, the elapsed seconds and the number of tokens."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))

@@ -1,4 +1,4 @@
-"""Compares decoding on a GPU with transformers, and with the limit that the memory bandwidth sets.
+"""Compares the engine's decoding speed on a GPU with transformers and with the memory bandwidth.
 
 The model has the shape of Llama 3 8B, with random weights in bfloat16. The program prints the
 attention backend, the number of CUDA graphs and each figure on standard error as soon as they are
@@ -115,8 +115,8 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
 NOTES = {
     "fast_attention": "1 if FlashAttention reads the blocks in place, otherwise 0",
     "graphs": "number of captured CUDA graphs; at most 15",
-    "decode1_of_limit": "minimum time of a step by the memory bandwidth, divided by the measured "
-    "time of a step; batch of 1; at least 0.6",
+    "decode1_of_limit": "minimum time of a step at the measured memory bandwidth, divided by the "
+    "step's measured time; batch of 1; at least 0.6",
     "decode64_of_limit": "decode1_of_limit for a batch of 64; at least 0.6",
     "throughput256_vs_generate_batch": "the engine's tokens/s, divided by tokens/s of "
     "transformers' generate_batch(); batch of 256; at least 1.5",

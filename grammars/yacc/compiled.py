@@ -19,7 +19,7 @@ form is little-endian throughout. A header of 64 bytes:
     48  u32  num_reductions R
     52  u32  bytes of the names
     56  u32  num_rests Q: a rest completes a rule (closing.py)
-    60  u32  terminals of all rests together Y
+    60  u32  sum Y of the numbers of terminals of all rests
 
 then these arrays, each at the next multiple of 8 bytes, padded with zeros:
 
@@ -38,7 +38,7 @@ then these arrays, each at the next multiple of 8 bytes, padded with zeros:
     lookahead    u32 [R * W]    the set of terminals at which this production is reduced
     first_rest   u32 [S + 1]    where the state's rests start in rest_* (closing.py)
     rest_lhs     u16 [Q]        nonterminal that a rest completes
-    rest_pops    u16 [Q]        number of states that are then popped
+    rest_pops    u16 [Q]        number of states that the reduction pops
     rest_cost    u32 [Q]        cost of a rest (closing.py)
     rest_at      u32 [Q + 1]    where the terminals of a rest start in rest
     rest         u16 [Y]        terminals

@@ -20,9 +20,9 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
     ``checked`` (the value passes), ``failed`` or ``not checked``."""
     checked = dict.fromkeys(keywords, "checked")
     if "format" in checked:
-        # ``format`` is only in ``keywords`` for formats that llguidance does not implement.
-        # jsonschema ignores most of these formats. So if there is no error, the value need not have
-        # the format.
+        # ``keywords`` contains ``format`` only if the schema has formats that llguidance does not
+        # implement. jsonschema ignores most of these formats. So if there is no error, the value
+        # need not have the format.
         checked["format"] = "not checked"
     try:
         make = validator_for(schema, default=Draft202012Validator)
