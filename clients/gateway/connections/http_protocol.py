@@ -257,8 +257,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Handles the end of an answer: starts the next request of the connection, and continues to
         read."""
-        # The application cannot read the rest of the body any more.
-        self.cycle.body = bytearray()
+        if self.cycle.response_complete:
+            # The application cannot read the rest of the body any more. If another request waits
+            # for this answer, ``cycle`` is the waiting request.
+            self.cycle.body = bytearray()
         super().on_response_complete()
         if self.parser is not None and not self._is_answering():
             # After the end of the connection, uvicorn has no parser.

@@ -196,3 +196,24 @@ async def test_the_bytes_count_towards_the_user_of_the_request(
         assert gateway.shares.memory.free < MAX_BYTES - RECEIVED_BYTES + ORDINARY_BYTES
     connection.protocol.connection_lost(None)
     assert (process.counted[0], gateway.shares.memory.free) == (0, max_bytes)
+
+
+@pytest.mark.anyio
+async def test_the_body_of_a_pipelined_request_arrives_after_the_answer_to_the_first_one() -> None:
+    bodies: list[bytes] = []
+    may_answer = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append((await receive())["body"])
+        await may_answer.wait()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    connection = Process(app=app).connected()
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n"
+    connection.protocol.data_received(head + b"first" + head + b"other")
+    await passes()
+    may_answer.set()
+    await passes()
+    assert bodies == [b"first", b"other"]
+    connection.protocol.connection_lost(None)
