@@ -40,6 +40,7 @@ class Listening:
 
     def __init__(self, server: GatewayServer, folder: Path, listener: socket.socket) -> None:
         self.server = server
+        self.listener = listener
         self.address: tuple[str, int] = listener.getsockname()
         self._writers: list[asyncio.StreamWriter] = []
         self._trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
@@ -111,5 +112,27 @@ def test_a_new_handshake_replaces_the_oldest_one_of_its_address(
             assert not any(reader.at_eof() for reader in (other, *silent[-3:]))
             assert b"whole" in await place.answer()
             assert len(place.server._handshakes._running) < 8  # type: ignore[union-attr]
+
+    run(main())
+
+
+def test_connections_that_one_proxy_opens_at_once_are_all_served(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as place:
+            # More than 512 handshakes of one address are in progress before the first one ends.
+            silent = [await place.connected() for _ in range(600)]
+            assert b"whole" in await place.answer()
+            assert not any(reader.at_eof() for reader in silent)
+
+    run(main())
+
+
+def test_a_successor_can_listen_while_the_requests_are_finished(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as place:
+            await place.server._stop_listening([place.listener])
+            with socket.create_server(place.address):
+                # The successor has the address now.
+                pass
 
     run(main())
