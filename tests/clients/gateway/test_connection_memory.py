@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 from tokenbus.clients.gateway.connections.connection_memory import (
+    MAX_EARLY_BYTES,
     ORDINARY_BYTES,
     ConnectionMemory,
     Part,
@@ -108,6 +109,18 @@ async def test_unparsed_data_of_unknown_users_has_a_bound() -> None:
     closing = [connection.is_closing() for connection in connections]
     # All connections have one address, which may have half of the bytes.
     assert closing == [False, True, True, True]
+    for connection in connections:
+        connection.protocol.connection_lost(None)
+    assert process.counted == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_a_proxy_may_send_many_bodies_in_one_pass_of_the_event_loop() -> None:
+    process = Process(max_early=MAX_EARLY_BYTES)
+    connections = [process.connected() for _ in range(200)]
+    for connection in connections:
+        connection.protocol.data_received(POST + bytes(RECEIVED_BYTES))
+    assert not any(connection.is_closing() for connection in connections)
     for connection in connections:
         connection.protocol.connection_lost(None)
     assert process.counted == (0, 0)
