@@ -12,9 +12,10 @@ from .memory import ByteShares, Held
 
 ORDINARY_BYTES = 8 * 1024
 """Number of bytes of each connection that are not counted. Most connections have fewer."""
-MAX_EARLY_BYTES = 32 * 1024 * 1024
+MAX_EARLY_BYTES = 128 * 1024 * 1024
 """Maximum number of counted bytes of all connections of a process whose user is not known. One
-address may have half of them."""
+address may have half of them. In one pass of the event loop, a proxy may send 256 KB on each of
+some 250 connections."""
 
 
 class Part(Enum):

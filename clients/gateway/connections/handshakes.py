@@ -12,13 +12,19 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 
 from ....protocol.shares import fits_share
 
-MAX_HANDSHAKES = 1024
-"""Maximum number of unfinished handshakes of one process. One address may have half of them."""
+MAX_HANDSHAKES = 4096
+"""Maximum number of unfinished handshakes of one process. Each takes about 60 KB. One address may
+have half of them. This half is as long as the queue of the listening socket, so that a proxy may
+open all of its connections at once."""
 HANDSHAKE_S = 10.0
 """Maximum duration of a handshake, in seconds."""
+MAX_ACCEPTED = 64
+"""Maximum number of connections that one pass of the event loop accepts. Other connections are
+served between the passes."""
 RETRY_S = 1.0
 """Time after which connections are accepted again if the process has too many open files, in
 seconds."""
@@ -91,10 +97,13 @@ class TlsListener:
         self._listen()
 
     def close(self) -> None:
-        """Stops accepting connections. The socket stays open."""
+        """Stops accepting connections, and closes the socket, because a successor may listen on its
+        address while this process finishes its requests."""
         if self._retry is not None:
             self._retry.cancel()
-        self._loop.remove_reader(self._listener)
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
 
     async def wait_closed(self) -> None:
         """Does nothing, because ``close`` is complete when it returns."""
@@ -104,7 +113,7 @@ class TlsListener:
 
     def _accept(self) -> None:
         try:
-            for connection in accepted(self._listener):
+            for connection in islice(accepted(self._listener), MAX_ACCEPTED):
                 self._handshakes.begin(connection)
         except OSError:
             self._loop.remove_reader(self._listener)

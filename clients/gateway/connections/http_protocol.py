@@ -39,6 +39,10 @@ BODY_BYTES_S = 1024
 MAX_SENT_BYTES = 16 * 1024
 """Number of sent bytes that a client may leave unread before the gateway pauses and counts them.
 The event loop's own limit is 64 KiB, or 512 KiB with TLS."""
+MAX_ENCRYPTED_BYTES = 32 * 1024
+"""Number of received encrypted bytes that a paused connection with TLS holds before it stops
+reading. These bytes are not counted. The event loop's own limit is 256 KiB. The limit must exceed
+the size of a TLS record, which has at most 16 KiB and a few hundred bytes."""
 RESERVE = 64
 """Number of connections that are accepted beyond the maximum. They may only request ``PROBES``."""
 
@@ -85,6 +89,8 @@ class BoundedHttp(HttpToolsProtocol):
         )
         super().connection_made(cast(Any, self._reading))
         transport.set_write_buffer_limits(high=MAX_SENT_BYTES)
+        if limit_encrypted := getattr(transport, "set_read_buffer_limits", None):
+            limit_encrypted(high=MAX_ENCRYPTED_BYTES)
         self._memory = ConnectionMemory(self.early, self.client[0] if self.client else "")
         beyond = len(self.connections) - self.idle.aborted - self.max_connections
         if beyond > 0 and self.idle.abort_oldest():
@@ -257,8 +263,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Handles the end of an answer: starts the next request of the connection, and continues to
         read."""
-        # The application cannot read the rest of the body any more.
-        self.cycle.body = bytearray()
+        if self.cycle.response_complete:
+            # The application cannot read the rest of the body any more. If another request waits
+            # for this answer, ``cycle`` is the waiting request.
+            self.cycle.body = bytearray()
         super().on_response_complete()
         if self.parser is not None and not self._is_answering():
             # After the end of the connection, uvicorn has no parser.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 from tokenbus.clients.gateway.connections.connection_memory import (
+    MAX_EARLY_BYTES,
     ORDINARY_BYTES,
     ConnectionMemory,
     Part,
@@ -114,6 +115,18 @@ async def test_unparsed_data_of_unknown_users_has_a_bound() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_proxy_may_send_many_bodies_in_one_pass_of_the_event_loop() -> None:
+    process = Process(max_early=MAX_EARLY_BYTES)
+    connections = [process.connected() for _ in range(200)]
+    for connection in connections:
+        connection.protocol.data_received(POST + bytes(RECEIVED_BYTES))
+    assert not any(connection.is_closing() for connection in connections)
+    for connection in connections:
+        connection.protocol.connection_lost(None)
+    assert process.counted == (0, 0)
+
+
+@pytest.mark.anyio
 async def test_the_head_of_a_websocket_counts_until_its_end() -> None:
     process = Process()
     connection = process.connected()
@@ -196,3 +209,24 @@ async def test_the_bytes_count_towards_the_user_of_the_request(
         assert gateway.shares.memory.free < MAX_BYTES - RECEIVED_BYTES + ORDINARY_BYTES
     connection.protocol.connection_lost(None)
     assert (process.counted[0], gateway.shares.memory.free) == (0, max_bytes)
+
+
+@pytest.mark.anyio
+async def test_the_body_of_a_pipelined_request_arrives_after_the_answer_to_the_first_one() -> None:
+    bodies: list[bytes] = []
+    may_answer = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append((await receive())["body"])
+        await may_answer.wait()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    connection = Process(app=app).connected()
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n"
+    connection.protocol.data_received(head + b"first" + head + b"other")
+    await passes()
+    may_answer.set()
+    await passes()
+    assert bodies == [b"first", b"other"]
+    connection.protocol.connection_lost(None)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 from tokenbus.clients.gateway.connections import handshakes
+from tokenbus.clients.gateway.connections.http_protocol import MAX_ENCRYPTED_BYTES
 from tokenbus.clients.gateway.connections.server import GatewayServer
 from tokenbus.protocol.settings import Settings
 
@@ -31,8 +32,14 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": f"{what}.complete"})
             if what == "lifespan.shutdown":
                 return
+    if scope["path"] == "/unread":
+        await asyncio.get_running_loop().create_future()
+    size, more = 0, True
+    while more:
+        part = await receive()
+        size, more = size + len(part["body"]), part["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"whole"})
+    await send({"type": "http.response.body", "body": b"whole %d" % size})
 
 
 class Listening:
@@ -40,6 +47,7 @@ class Listening:
 
     def __init__(self, server: GatewayServer, folder: Path, listener: socket.socket) -> None:
         self.server = server
+        self.listener = listener
         self.address: tuple[str, int] = listener.getsockname()
         self._writers: list[asyncio.StreamWriter] = []
         self._trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
@@ -50,10 +58,10 @@ class Listening:
         self._writers.append(writer)
         return reader
 
-    async def answer(self) -> bytes:
+    async def answer(self, request: bytes = REQUEST) -> bytes:
         """The answer to a request."""
         reader, writer = await asyncio.open_connection(*self.address, ssl=self._trust)
-        writer.write(REQUEST)
+        writer.write(request)
         answer = await reader.read()
         writer.close()
         return answer
@@ -111,5 +119,53 @@ def test_a_new_handshake_replaces_the_oldest_one_of_its_address(
             assert not any(reader.at_eof() for reader in (other, *silent[-3:]))
             assert b"whole" in await place.answer()
             assert len(place.server._handshakes._running) < 8  # type: ignore[union-attr]
+
+    run(main())
+
+
+def test_connections_that_one_proxy_opens_at_once_are_all_served(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as place:
+            # More than 512 handshakes of one address are in progress before the first one ends.
+            silent = [await place.connected() for _ in range(600)]
+            assert b"whole" in await place.answer()
+            assert not any(reader.at_eof() for reader in silent)
+
+    run(main())
+
+
+def test_a_successor_can_listen_while_the_requests_are_finished(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as place:
+            await place.server._stop_listening([place.listener])
+            with socket.create_server(place.address):
+                # The successor has the address now.
+                pass
+
+    run(main())
+
+
+def post(path: str, size: int) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n"
+    return f"{head}connection: close\r\n\r\n".encode() + bytes(size)
+
+
+def test_a_paused_connection_holds_few_encrypted_bytes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with listening(tmp_path) as place:
+            assert b"whole 5000000" in await place.answer(post("/", 5_000_000))
+            sending = asyncio.create_task(place.answer(post("/unread", 5_000_000)))
+            connections: Any = place.server.server_state.connections
+            while not any(one._reading._stopped for one in connections):
+                await asyncio.sleep(0)
+            [connection] = connections
+            transport = connection._reading.transport
+            while transport.get_read_buffer_size() < MAX_ENCRYPTED_BYTES:
+                await asyncio.sleep(0)
+            # The client still sends, and the connection does not read.
+            assert len(await place.answer(post("/", 1_000_000))) > 0
+            assert transport.get_read_buffer_size() < MAX_ENCRYPTED_BYTES + 128 * 1024
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     run(main())
