@@ -10,13 +10,14 @@ operation* in the same run. There are three bare operations:
   ``host_call_vs_bare_call`` is ``host_us_per_call`` divided by the time of a bare call.
   ``aici_round_vs_bare_calls`` is ``aici_us_per_round`` divided by the time of three bare calls.
 - A bare instantiation creates only a store and an instance of the measured module.
-  ``clone_vs_instantiate``, ``clone_first_vs_instantiate`` and ``start_vs_instantiate`` are
-  ``clone_us``, ``clone_us_first`` and ``start_us``, divided by its time.
+  ``clone_us``, ``clone_us_first`` and ``start_us`` are divided by the time of a bare instantiation.
+  The results are ``clone_vs_instantiate``, ``clone_first_vs_instantiate`` and
+  ``start_vs_instantiate``.
 - A bare round trip goes from one process to another and back, through two ROUTER sockets of a third
-  process (``_round_trip.py``). ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and
-  ``wait_40_vs_round_trip`` are ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40``,
-  divided by its time. ``wait_us_p50_N`` is the time that a batch of N sequences waits for its masks
-  after its forward has ended.
+  process (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` are
+  divided by the time of a bare round trip. The results are ``var_op_vs_round_trip``,
+  ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``. ``wait_us_p50_N`` is the time that a
+  batch of N sequences waits for its masks after its forward has ended.
 """
 
 from __future__ import annotations

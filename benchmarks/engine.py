@@ -188,8 +188,9 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """Forks a sequence with a prompt of 512 tokens 7 times. Returns the time of one fork, and the
-    number of used KV blocks one step after the forks, divided by the number before the forks."""
+    """Makes 7 forks of a sequence with a prompt of 512 tokens. Returns the time of one fork, and
+    the number of used KV blocks one step after the forks, divided by the number before the
+    forks."""
     rng = random.Random(3)
     engine = ours.engine
     times = []
@@ -234,8 +235,8 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
     """Measures the host's time for a step of 32 sequences. The forward is replaced by constant
     logits, so this is the time for scheduling, packing, sampling and results. Returns this time in
-    microseconds, and this time divided by the time of a forward. Steps before and after the
-    measurement run and time forwards."""
+    microseconds, and this time divided by the time of a forward. The forward's time is
+    measured in additional steps, before and after the steps without a forward."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]

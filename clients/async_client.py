@@ -70,8 +70,9 @@ class AsyncClient(BaseClient):
         the broker's queue is full, or the client has too many open requests, the client sends the
         request again until ``retry_s`` has passed. If False, such a request fails at once. A server
         sets False, so that its own clients decide whether to try again. ``session``: the session's
-        token. If a session with this token exists already, the client takes it over. If not, the
-        client begins a session with this token. None: the broker begins a session with a new token.
+        token. If a session with this token exists already, the client takes over this session.
+        Otherwise the client begins a session with this token. If None, the broker begins a session
+        with a new token.
         """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room

@@ -3,8 +3,8 @@ instance, to read and write its memory, and to clone it.
 
 Most of the cost of a call is the transition from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us. ``Func.__call__`` takes 13 us, because it looks up
-types in each call. Memory is read directly at its address, and entering a host function takes 3 us.
-The *epoch* is Wasmtime's counter for interrupting guests (``sandbox.py``).
+types in each call. Memory is read directly at its address. Entering a host function takes 3 us. The
+*epoch* is Wasmtime's counter for interrupting guests (``sandbox.py``).
 """
 
 from __future__ import annotations
