@@ -153,7 +153,7 @@ def test_a_key_has_no_more_connections_than_it_leaves_to_others(
         refused = RawPeer(keyed.front, other_key)
         refused.send(b"HELLO", {})
         clients = keyed.server._clients
-        until(lambda: "more are shut" in caplog.text, 60.0, "the connection is refused")
+        until(lambda: "further ones are closed" in caplog.text, 60.0, "the connection is refused")
         assert clients.taken == 4
         refused.close()
         victims = [RawPeer(keyed.front, key) for _ in range(2)]
