@@ -53,7 +53,7 @@ class Controllers:
             self.choose(name)
         except TokenbusError as error:
             full = error.code == Code.QUEUE_FULL
-            if not (self._may_register(error) or (full and self._is_replaced(name))):
+            if not (self._may_register(name, error) or (full and self._is_replaced(name))):
                 raise
             return True
         return False
@@ -63,10 +63,10 @@ class Controllers:
         to replace this worker."""
         return any(worker.succeeded for worker in self._serving(name).workers.values())
 
-    def _may_register(self, error: TokenbusError) -> bool:
-        """Whether ``choose`` may have raised this error only because a worker has not registered
-        yet."""
-        return self._state.recovery.awaits_workers(error, self._state.now)
+    def _may_register(self, name: str, error: TokenbusError) -> bool:
+        """Whether ``choose`` may have raised this error only because a worker for the controller
+        ``name`` has not registered yet."""
+        return self._state.recovery.awaits_workers(error, "controller", name, self._state.now)
 
     def choose(self, name: str, served_as: str = "") -> Worker:
         """The least filled worker that can run the controller ``name``; raises an error if the
@@ -168,7 +168,9 @@ class Controllers:
             try:
                 self._assign(request, self.choose(request.controller, request.steered.served_as))
             except TokenbusError as error:
-                if isinstance(error, UnavailableError) or self._may_register(error):
+                if isinstance(error, UnavailableError) or self._may_register(
+                    request.controller, error
+                ):
                     self._waiting.add(request, body, now, self._pattern_of(request))
                 else:
                     self._refuse(request, error)
@@ -216,7 +218,7 @@ class Controllers:
             return
         if not unknown:
             self.start(request, body, self._state.now)
-        elif self._may_register(_unknown(unknown)):
+        elif self._may_register(request.controller, _unknown(unknown)):
             steered.awaited, steered.unknown, steered.served_as = True, unknown, request.controller
             self._waiting.add(request, body, self._state.now, request.controller)
         else:
@@ -303,7 +305,8 @@ class Controllers:
             try:
                 self.choose(request.controller, request.steered.served_as)
             except TokenbusError as error:
-                in_vain = error.code in MISSING and not self._may_register(error)
+                may_register = self._may_register(request.controller, error)
+                in_vain = error.code in MISSING and not may_register
                 if overdue or in_vain:
                     self._waiting.remove(request.id)
                     unknown = request.steered.unknown

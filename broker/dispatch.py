@@ -83,7 +83,7 @@ class Dispatcher:
         try:
             worker = self._placement.candidates(*request.queue).least_loaded()
         except TokenbusError as error:
-            if not state.recovery.awaits_workers(error, state.now):
+            if not state.recovery.awaits_workers(error, *request.queue, state.now):
                 raise
             worker, early = None, True
         beyond = self._placement.beyond_capacity(request) if worker is None and not early else None
@@ -365,7 +365,7 @@ class Dispatcher:
                 self._placement.candidates(role, model)
             except TokenbusError as error:
                 since = self._unserved.setdefault((role, model), now)
-                awaited = self._state.recovery.awaits_workers(error, now)
+                awaited = self._state.recovery.awaits_workers(error, role, model, now)
                 in_vain = (role, model) in self._early and not awaited
                 if in_vain or now - since >= self._settings.move_wait_s:
                     self._refuse(list(islice(queue, MAX_ENDED)), error)

@@ -20,9 +20,11 @@ class Quarantine:
     """Counts, for each request, the workers in a row that died before they sent a new token of it.
 
     After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
-    at another worker is on trial. The number of suspects on trial is limited. When a worker dies,
-    the limit becomes half the number of its suspects without a new token, but at least one. If the
-    limit was one already, the suspect that was on trial at this worker is guilty.
+    at another worker is on trial. The number of suspects on trial is limited. If a worker dies
+    before it sent a new token of some suspects, the limit becomes half the number of these
+    suspects, but at least one. Requests that become suspects with this death are included. The
+    death of a worker without such suspects does not change the limit. If the limit was one already,
+    the suspect that was on trial at this worker is guilty.
     """
 
     def __init__(self) -> None:

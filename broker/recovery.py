@@ -13,6 +13,7 @@ serves, because a worker that registers later may serve it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
@@ -75,28 +76,31 @@ class Recovery:
         """Whether the broker has stopped waiting for the workers and clients of an earlier run."""
         return now >= self.until
 
-    def awaits_workers(self, error: TokenbusError, now: float) -> bool:
+    def awaits_workers(self, error: TokenbusError, role: str, name: str, now: float) -> bool:
         """Whether a request waits instead of being refused with ``error``. It waits as long as a
-        worker that serves the request may still register.
+        worker that serves the request may still register. ``role`` and ``name``: the role of this
+        worker, and the model or the controller that it must serve.
 
         After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
         the loss of the last worker that served a model or a controller, they wait as ``lost`` says.
         If nothing shows an earlier run, they wait until ``expiry_s`` after the start, and only
         while no worker of their role is registered.
         """
-        for role, codes in MISSING_OF_ROLE.items():
-            if error.code in codes and self._is_missing(role, now):
-                return True
+        if error.code in MISSING_OF_ROLE.get(role, ()) and self._is_missing(error, role, name, now):
+            return True
         if self._follows:
             return error.code in MISSING and now < self.until
         return error.code == Code.NO_WORKER and now < self._settled_at
 
-    def _is_missing(self, role: str, now: float) -> bool:
-        """Whether a worker of this role that was lost, or its successor, may still register."""
+    def _is_missing(self, error: TokenbusError, role: str, name: str, now: float) -> bool:
+        """Whether a worker that was lost, or its successor, may still register and serve ``name``.
+        If no worker is running, this worker may serve any name."""
         missing = self._missing[role]
-        for name in [name for name, until in missing.items() if until <= now]:
-            del missing[name]
-        return bool(missing)
+        for old in [old for old, until in missing.items() if until <= now]:
+            del missing[old]
+        if error.code == Code.NO_WORKER or not name:
+            return bool(missing)
+        return name in missing or any(fnmatchcase(name, pattern) for pattern in missing)
 
     def settles(self, now: float) -> bool:
         """Whether the broker was restarted so recently that a live worker may not have registered

@@ -136,6 +136,37 @@ def test_new_requests_wait_for_the_successor_of_the_only_controller_worker() -> 
     assert error["code"] == "unknown_controller"
 
 
+def test_requests_that_no_successor_serves_do_not_wait_for_it() -> None:
+    bench = Bench(expiry_s=5.0, move_wait_s=120.0)
+    bench.worker("a", patterns=["m"], default="m", capacity=8)
+    bench.worker("b", patterns=["n*"], default="m", capacity=8)
+    controller_worker(bench, "c1", "mine")
+    controller_worker(bench, "c2", "other")
+    for name in ("b", "c2"):
+        bench.send(name, "DRAIN", Drain(reason="SIGTERM", successor=True))
+        bench.send(name, "UNREGISTER", Unregister(reason="SIGTERM"))
+    [(_, error)] = bench.client("c", "GENERATE", generate(1, model="typo"))
+    assert error["code"] == "unknown_model"
+    [(_, error)] = bench.client("c", "GENERATE", generate(2, controller="typo"))
+    assert error["code"] == "unknown_controller"
+    [(_, notice)] = bench.client("c", "GENERATE", generate(3, model="n1"))
+    assert notice["event"] == "queued"
+    assert bench.client("c", "GENERATE", generate(4, controller="other")) == []
+
+
+def test_a_request_for_a_model_does_not_wait_for_the_successor_of_a_controller_worker() -> None:
+    bench = Bench(expiry_s=5.0, move_wait_s=120.0)
+    bench.worker("gpu")
+    controller_worker(bench, "a", "mine")
+    bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
+    for name in ("a", "gpu"):
+        bench.send(name, "UNREGISTER", Unregister(reason="SIGTERM"))
+    bench.client("c", "GENERATE", generate(1))
+    bench.pass_time(6.0)
+    [(_, error)] = bench.to_client("c")
+    assert error["code"] == "no_worker"
+
+
 def test_where_all_workers_drain_streams_stay_with_one_of_them(bench: Bench) -> None:
     bench.worker("a")
     begun(bench, "a")

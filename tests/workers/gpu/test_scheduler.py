@@ -384,3 +384,15 @@ def test_scores_without_likely_tokens_take_no_part_of_their_bound() -> None:
     s.add(scoring(1, 800, 256))
     s.add(scoring(2, 800, 0))
     assert shape(s.schedule()) == [(1, 0, MAX_LIKELY // (LIKELY_ROW + 256)), (2, 0, SCORE_ROWS)]
+
+
+def test_the_last_token_of_a_score_may_be_left_for_a_step_of_its_own() -> None:
+    s = scheduler(blocks=2000, room=2048)
+    most = MAX_LIKELY // (LIKELY_ROW + 256)
+    s.add(scoring(1, 2 * most + 1, 256))
+    chunks = []
+    for _ in range(3):
+        batch = s.schedule()
+        chunks += shape(batch)
+        compute(batch)
+    assert chunks == [(1, 0, most), (1, most, 2 * most), (1, 2 * most, 2 * most + 1)]

@@ -138,7 +138,9 @@ def test_a_request_that_arrives_again_counts_once(loop: Loop) -> None:
     [
         (Generate(stream_id=1, prompt=[1, 2, 3]), 3 * ID_BYTES),
         (Generate(stream_id=1, controller="c", controller_arg="x" * 5000), 5000),
-        (Generate(stream_id=1, controller="c", controller_arg={"a": [1]}), 1000 * ID_BYTES),
+        (Generate(stream_id=1, controller="c", controller_arg={"a": [1]}), 9 * ID_BYTES),
+        (Generate(stream_id=1, controller="c", controller_arg=[{(1, 2): 3}]), 1000 * ID_BYTES),
+        (Generate(stream_id=1, prompt="x" * 5000, controller="c", controller_arg=[]), 5000),
         (Score(stream_id=1, scored="y" * 5000), 5000),
         (Score(stream_id=1, scored=[1] * 100, prompt="x" * 5000), 5000 + 100 * ID_BYTES),
         (Embed(stream_id=1, inputs=[[1] * 100, [2]]), 101 * ID_BYTES),

@@ -197,14 +197,14 @@ class GuestProcess:
 
     def count_module(self, module: str, size: int) -> None:
         """Counts the bytes of a module's compiled form, which stays in the process until the
-        process ends. A module is counted once. Raises ControllerError if the process has ended, or
-        if its tenant would exceed its share of the memory."""
+        process ends. A module is counted once. Raises GuestDied if the process has ended, and
+        ControllerError if its tenant would exceed its share of the memory."""
         with self._lock:
+            if self.dead:
+                raise GuestDied(self.dead)
             if module in self._counted:
                 return
             if self._memory is not None:
-                if self.dead:
-                    raise ControllerError("controller_failed", "the process has ended")
                 self._memory.take(size)
                 self._granted += size
             self._counted.add(module)

@@ -8,12 +8,14 @@ for each token.
 from __future__ import annotations
 
 import array
+import threading
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ....protocol.errors import ControllerError
+from ..guest_memory import TenantMemory
 from ..host import Host
 from ..limits import Limits
 from .messages import Advance, Item, Mid, Prompt, ToGuest, decode_to_guest, encode
@@ -53,6 +55,34 @@ Call: TypeAlias = "Calls | array.array[int]"
 other input."""
 
 
+class _Argument:
+    """The argument of a request, which all sequences of the request share. It counts once towards
+    the memory of the tenant, until the last of their recordings is closed. Thread-safe."""
+
+    def __init__(self, memory: TenantMemory | None, size: int) -> None:
+        """``size``: bytes of the argument. Raises ControllerError if the tenant would exceed its
+        share."""
+        self._memory = memory if size else None
+        self._size = size
+        self._users = 1
+        self._lock = threading.Lock()
+        if self._memory is not None:
+            self._memory.take(size)
+
+    def share(self) -> _Argument:
+        """The argument for the recording of one more sequence."""
+        with self._lock:
+            self._users += 1
+        return self
+
+    def close(self) -> None:
+        """Called when a recording is closed."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._memory is not None:
+                self._memory.give_back(self._size)
+
+
 class Recording:
     """The recorded calls of a sequence. The calls of its ancestors up to each fork come first."""
 
@@ -68,9 +98,16 @@ class Recording:
         self._memory = host.memory
         self._bytes = self._granted = 0
         self._closed = False
-        self._arg_bytes = len(host.arg) if parent is None else 0
-        """The bytes of the argument, which all sequences of the request share."""
-        self._count(self._arg_bytes if parent is None else parent._bytes - parent._arg_bytes)
+        self._argument: _Argument | None = None
+        """None if the tenant has no memory for the argument."""
+        try:
+            if parent is None:
+                self._argument = _Argument(host.memory, len(host.arg))
+            elif parent._argument is not None:
+                self._argument = parent._argument.share()
+        except ControllerError as error:
+            self.failure = error
+        self._count(parent._bytes if parent is not None else 0)
 
     def add(self, call: Prompt | Mid) -> None:
         """Records a call."""
@@ -92,6 +129,9 @@ class Recording:
     def close(self) -> None:
         """Stops counting the recorded calls. Called when the controller makes no further call."""
         self._closed = True
+        argument, self._argument = self._argument, None
+        if argument is not None:
+            argument.close()
         granted, self._granted = self._granted, 0
         if self._memory is not None and granted:
             self._memory.give_back(granted)

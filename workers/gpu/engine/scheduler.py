@@ -391,8 +391,9 @@ class Scheduler:
         most = sequence.sampling.top_logprobs
         if not most:
             return SCORE_ROWS
-        others = self._num_likely - (sequence in self.running)
-        return max(1, min(SCORE_ROWS, MAX_LIKELY // (others + 1) // (LIKELY_ROW + most)))
+        # ``_num_likely`` does not count a running sequence whose last token is left.
+        sharing = max(1, self._num_likely + (sequence not in self.running))
+        return max(1, min(SCORE_ROWS, MAX_LIKELY // sharing // (LIKELY_ROW + most)))
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
         """Adds the next chunk of a running sequence, and its draft if there is room. While too few

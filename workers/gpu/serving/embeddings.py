@@ -8,8 +8,8 @@ inputs, because every state of an encoder depends on the whole input.
 
 An input that is computed in chunks has a KV cache. At most one such input of each *length class* is
 computed at a time, and the longest inputs of a class are less than twice as long as its shortest
-inputs. So an input never waits for the end of a much longer input, and all caches together have
-less than twice as many tokens as the longest input.
+inputs. So an input never waits for the end of another user's much longer input, and all caches
+together have less than twice as many tokens as the longest input.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from sys import getsizeof
+from typing import Any
+
+from msgspec import json
 
 from ....protocol.messages import Embed, Generate, Score
 from ....protocol.shares import fits_share
@@ -37,14 +40,25 @@ def max_stored_bytes(num_workers: int) -> int:
 
 def decoded_bytes(request: Generate | Score | Embed, num_bytes: int) -> int:
     """The memory of a request's decoded texts and token ids, in bytes. ``num_bytes``: size of the
-    body. It bounds the memory of a controller's argument that is an object or a list."""
+    body."""
     if isinstance(request, Embed):
         return sum(map(_memory, request.inputs))
     if isinstance(request, Score):
         return _memory(request.prompt) + _memory(request.scored)
     arg = request.controller_arg
-    of_arg = ID_BYTES * num_bytes if isinstance(arg, dict | list) else _memory(arg)
-    return _memory(request.prompt) + of_arg
+    if isinstance(arg, dict | list):
+        return _memory(request.prompt) + ID_BYTES * _json_bytes(arg, num_bytes)
+    return _memory(request.prompt) + _memory(arg)
+
+
+def _json_bytes(arg: dict[str, Any] | list[Any], num_bytes: int) -> int:
+    """The size of a controller's argument as JSON, in bytes. Its decoded values take up to
+    ``ID_BYTES`` for each of these bytes. An argument with values that only msgpack has counts like
+    the body."""
+    try:
+        return len(json.encode(arg))
+    except (TypeError, ValueError):
+        return num_bytes
 
 
 def _memory(part: str | list[int] | None) -> int:

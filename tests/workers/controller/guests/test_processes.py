@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import wasmtime
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guest_memory import GuestMemory
@@ -19,11 +20,12 @@ from tokenbus.workers.controller.guests import process as process_module
 from tokenbus.workers.controller.guests.process import GuestProcess
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
+from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 from tokenbus.workers.variables import VariableStorage
 
 from ....processes import until
-from ..played import EOS, WORDS, Run, Steered, program
-from ..wasm.guests import SDK
+from ..played import EOS, WORDS, Run, Steered, engine, program
+from ..wasm.guests import SDK, compile_guest
 from .remote_guests import CALM, Runtime, Sequence, running, stop
 
 pytestmark = pytest.mark.process
@@ -405,3 +407,21 @@ def test_the_modules_of_a_process_count_towards_the_memory_of_its_tenant(
     for sequence in sequences:
         sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the ended process is free")
+
+
+def test_a_process_that_ends_while_a_module_is_read_is_replaced() -> None:
+    """Reading a module may include its compilation, which takes up to a minute."""
+    compiled = wasmtime.Module(engine, compile_guest(CALM, "-Wno-unused-parameter"))
+    reasons = ["it was idle"]
+    with running() as runtime:
+
+        def load() -> Loaded:
+            while reasons:
+                reason = reasons.pop()
+                for process in runtime.table._processes.values():
+                    process.kill(reason)
+            return Loaded("native", compiled)
+
+        made = runtime.runtime.program("tenant", "module", load)
+        Sequence(made, memory=GuestMemory(1024**3)).controller.close()
+    assert not reasons

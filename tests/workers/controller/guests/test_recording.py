@@ -93,3 +93,9 @@ def test_forks_have_the_calls_of_their_parent_and_share_its_argument() -> None:
     assert memory.used == 6 * GRANT_BYTES
     child.close()
     assert memory.used == 5 * GRANT_BYTES
+    grandchild = Recording(first, parent)
+    parent.close()
+    parent.close()
+    assert memory.used == 5 * GRANT_BYTES, "the argument counts as long as a sequence has it"
+    grandchild.close()
+    assert memory.used == 0
