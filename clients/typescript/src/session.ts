@@ -528,10 +528,12 @@ export class Session {
   /** The message of the error if no broker answers, with the remedy. */
   #noBroker(): string {
     const reason = this.#failure && ` (${this.#failure})`;
+    const gateway = /^ws:\/\/([^/]+)/.exec(this.address);
+    const flag = gateway ? `--http ${gateway[1]}` : `--front ${this.address}`;
     const remedy =
       this.address === DEFAULT_FRONT
         ? "start a system with: tokenbus up"
-        : `is that the address of a running system? Start one with: tokenbus up --front ${this.address}`;
+        : `is that the address of a running system? Start one with: tokenbus up ${flag}`;
     return `no broker answers at ${this.address}${reason}; ${remedy}`;
   }
 }

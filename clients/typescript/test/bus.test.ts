@@ -351,6 +351,8 @@ overEachTransport((test, address) => {
     await assert.rejects(client.generate("x").wait(), (error) => {
       assert.ok(error instanceof ConnectionLostError);
       assert.match(error.message, /no broker answers at .*; is that the address of a running/);
+      const flag = address.startsWith("ws:") ? "--http 127.0.0.1:1" : `--front ${away.href}`;
+      assert.ok(error.message.includes(`tokenbus up ${flag}`), error.message);
       return true;
     });
   });
