@@ -196,7 +196,7 @@ def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) ->
 
     variables = page.get_by_role("region", name="Variables")
     expect(variables.locator("li").first).to_contain_text('round = "d')
-    expect(variables.locator(".time").first).to_have_text(re.compile(r"\d\s(µs|ms)"))
+    expect(variables.locator(".time").first).to_have_text(re.compile(r"\d\s(µs|ms|s)"))
     assert page.get_by_role("region", name="Controller log").locator("li").count() > 2
     tree.locator(".lane[data-seq='1'] .hit").click()
     expect(page.locator("#step h3")).to_contain_text("of #1")
