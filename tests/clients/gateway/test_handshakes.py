@@ -166,7 +166,8 @@ def test_a_paused_connection_holds_few_encrypted_bytes(tmp_path: Path) -> None:
         async with listening(tmp_path) as place:
             assert b"whole 5000000" in await place.answer(post("/", 5_000_000))
             writer = await place.in_small_pieces(post("/unread", 2_000_000))
-            [connection] = place.server.server_state.connections
+            connections: Any = place.server.server_state.connections
+            [connection] = connections
             assert connection._reading._stopped
             size = connection._reading.transport.get_read_buffer_size()
             assert MAX_ENCRYPTED_BYTES <= size < MAX_ENCRYPTED_BYTES + 64 * 1024
