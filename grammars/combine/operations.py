@@ -195,8 +195,8 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # The error names the part with the most states of the product. Before the first state, all
-    # counts are 0, and the part's own number of states decides.
+    # The error names the part with the most states in ``reached``. Among parts with equally many,
+    # it names the part whose own automaton has the most states.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, which alone has {copies[worst].num_states:,} states, "

@@ -58,8 +58,8 @@ class RequestTexts(NamedTuple):
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine will refuse a prompt of this length, or the request has ended. The other
-                # parts are not tokenized.
+                # The engine will refuse a prompt of this length, or the request has ended. The
+                # other parts are not tokenized.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)
