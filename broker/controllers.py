@@ -25,7 +25,8 @@ _MODULE_ID = re.compile("[0-9a-f]{64}")
 
 class Controllers:
     """Chooses a controller worker when a request is sent to its GPU worker, and records the choice
-    until the request ends.
+    until the request ends. A *pattern* is a controller's name or ``ANY_MODULE``, as a worker
+    registers it.
 
     From its reservation to its end, a request is in ``steers`` of its controller worker
     (``request.steering.worker``), and counts towards the load of this worker. A queued request has
@@ -41,10 +42,6 @@ class Controllers:
         self._pace = Pace()
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
-        self._left: dict[str, float] = {}
-        """By pattern: the time at which its last worker was lost, in seconds. A *pattern* is a
-        controller's name or ``ANY_MODULE``, as a worker registers it. Only losses of the last
-        ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still
@@ -136,8 +133,7 @@ class Controllers:
         """Whether the last worker that served a pattern was lost recently and may return. If so,
         the controllers of this pattern do not count as unknown, and workers with other patterns do
         not run them."""
-        left_at = self._left.get(pattern, float("-inf"))
-        return self._state.now - left_at < self._settings.move_wait_s
+        return self._state.recovery.was_lost("controller", pattern, self._state.now)
 
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request's controller if a controller worker has a free place.
@@ -234,8 +230,8 @@ class Controllers:
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """The pattern (``_left``) that a controller worker must serve to run the controller of a
-        request. The rules are those of ``choose``."""
+        """The pattern that a controller worker must serve to run the controller of a request. The
+        rules are those of ``choose``."""
         name = request.controller
         if request.steered.served_as:
             return request.steered.served_as
@@ -393,10 +389,6 @@ class Controllers:
         at another controller worker.
         """
         self._tools.on_lost(worker)
-        if worker.role == "controller":
-            lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
-            self._left = {p: at for p, at in self._left.items() if self._has_left(p)}
-            self._left |= dict.fromkeys(lost, self._state.now)
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)
