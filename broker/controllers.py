@@ -8,6 +8,7 @@ import re
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import decode_header, encode_header
+from ..protocol.messages import System
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Side
@@ -183,12 +184,24 @@ class Controllers:
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def on_start(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles the START that a GPU worker sends when it begins a request with a controller."""
+        """Handles the START that a GPU worker sends when it begins a request with a controller. If
+        the START waits, the client is notified."""
         request = self._state.requests.get(decode_header(frames[1]).request)
         if request is None or request.worker is not worker or not request.open:
             return
         if request.steering is not None and not request.steering.started:
             self.start(request, frames[2], self._state.now)
+            if request.id in self._waiting:
+                self._notify_waiting(request)
+
+    def _notify_waiting(self, request: Request) -> None:
+        notice = System(
+            event="queued",
+            message="waiting for a controller worker",
+            stream_id=request.stream_id,
+            model=request.model,
+        )
+        self._out.to_session(request.session, b"SYSTEM", notice)
 
     def refused(self, request: Request, worker: Worker, body: bytes, unknown: str = "") -> None:
         """Handles a controller worker's refusal of a START.
