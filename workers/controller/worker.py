@@ -508,8 +508,8 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sends a RESULT with an error for each of these sequences of a STEP, because this worker
-        does not have the sequence, or the sequence does not wait for the model."""
+        """Sends a RESULT with an error for each of these sequences of a STEP. This worker does not
+        have the sequence, or the sequence does not wait for the model."""
         results = []
         for stepped in sequences:
             text = f"the controller worker does not have sequence {stepped.seq} of this request"
