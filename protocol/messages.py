@@ -931,7 +931,8 @@ class System(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId | None = None
     model: str = ""
     place: int | None = None
-    """``queued``: the position in the queue, from 1."""
+    """``queued``: the position in the queue, from 1. None if the request has a worker, and only its
+    controller waits."""
     progress: float | None = None
     """``loading``: the fraction that is loaded, 0 to 1."""
     left: str = ""

@@ -1547,7 +1547,10 @@ export interface System {
   readonly message: string;
   readonly stream_id: number | null;
   readonly model: string;
-  /** `queued`: the position in the queue, from 1. */
+  /**
+   * `queued`: the position in the queue, from 1. null if the request has a worker, and only its
+   * controller waits.
+   */
   readonly place: number | null;
   /** `loading`: the fraction that is loaded, 0 to 1. */
   readonly progress: number | null;

@@ -99,8 +99,8 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """Returns the same rows as ``logits`` without waiting for the forward. Only work that is
-        queued after the forward may use them."""
+        """The rows of ``logits``, returned before the forward has ended. So only work that is
+        queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)
