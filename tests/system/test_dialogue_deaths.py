@@ -74,8 +74,13 @@ class System:
         self.bus.start_worker()
 
     def replace_tool(self) -> None:
+        """Returns when the broker knows the new worker. A call that the killed worker receives
+        before the broker notices the kill would fail, as no call is passed twice."""
         self.tool.kill()
-        self.tool = self._start_tool()
+        with self.bus.client() as client:
+            until(lambda: not _has_tools(client), 300.0, lambda: self.tool.log)
+            self.tool = self._start_tool()
+            until(lambda: _has_tools(client), 300.0, lambda: self.tool.log)
 
 
 def _has_tools(client: Client) -> bool:
