@@ -101,8 +101,9 @@ class UserShares:
             yield
         finally:
             self._request.reset(token)
-            for name in request.streams:
-                self.give_back_of_socket(name, 1)
+            # A task of the request may continue, and must not give back the same streams again.
+            while request.streams:
+                self.give_back_of_socket(request.streams.pop(), 1)
             for held in request.bytes.values():
                 held.resize(0)
 
