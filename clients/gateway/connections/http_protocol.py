@@ -85,7 +85,11 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection of a client."""
         self._reading = PacedTransport(
-            transport, self.loop, self._parse, self._is_pipelined, self._count_unparsed
+            transport,
+            self.loop,
+            self._parse,
+            self._is_pipelined,
+            partial(self._count, Part.UNPARSED),
         )
         super().connection_made(cast(Any, self._reading))
         transport.set_write_buffer_limits(high=MAX_SENT_BYTES)
@@ -210,9 +214,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_in_time()
         super().on_message_complete()
 
-    def _count_unparsed(self, size: int) -> None:
-        self._count(Part.UNPARSED, size)
-
     def _count(self, part: Part, size: int) -> None:
         """Counts the bytes of the current head or of unparsed data. The head is in memory until the
         next request begins or the connection ends."""
@@ -277,21 +278,13 @@ class BoundedHttp(HttpToolsProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered answer."""
         self._reading.writing_resumed()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         super().resume_writing()
-
-    def _count_unread(self) -> None:
-        """Counts the bytes of the answer that the client has not read. If they do not fit, the
-        connection is aborted, because the answer cannot be completed."""
-        try:
-            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
-        except UnavailableError:
-            self.transport.abort()
 
     # --- refusals -------------------------------------------------------------------------------
 

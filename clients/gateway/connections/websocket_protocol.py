@@ -100,14 +100,14 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         self._reading.proceed()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered messages."""
         super().resume_writing()
         self._reading.writing_resumed()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         self._reading.proceed()
 
     def keepalive_timeout(self) -> None:
@@ -200,14 +200,6 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self._memory.resize(Part.UNPARSED, size)
         except UnavailableError as error:
             self._refuse(error.message[:120], TRY_AGAIN_LATER)
-
-    def _count_unread(self) -> None:
-        """Counts the sent bytes that the client has not read. If they do not fit, the connection is
-        aborted, because further messages could not be sent."""
-        try:
-            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
-        except UnavailableError:
-            self.transport.abort()
 
     def _count_control_frame(self) -> None:
         now = self.loop.time()
