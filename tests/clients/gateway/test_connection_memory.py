@@ -115,6 +115,18 @@ async def test_unparsed_data_of_unknown_users_has_a_bound() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_closing_connection_drops_its_unparsed_data_and_does_not_count_it() -> None:
+    process = Process()
+    connection = process.connected()
+    connection.protocol.data_received(POST + bytes(RECEIVED_BYTES))
+    await passes()
+    connection.protocol.transport.close()
+    connection.protocol._reading.proceed()
+    assert process.counted == (0, 0)
+    connection.protocol.connection_lost(None)
+
+
+@pytest.mark.anyio
 async def test_a_proxy_may_send_many_bodies_in_one_pass_of_the_event_loop() -> None:
     process = Process(max_early=MAX_EARLY_BYTES)
     connections = [process.connected() for _ in range(200)]

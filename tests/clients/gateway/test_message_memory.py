@@ -256,3 +256,4 @@ async def test_parsed_data_is_not_kept() -> None:
     while sum(parsed) < len(data):
         await asyncio.sleep(0)
     assert transport._rest.obj == b""
+    assert counted[-1] == 0
