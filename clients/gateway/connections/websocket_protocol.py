@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
+from websockets.protocol import State
 
 from ....protocol.errors import UnavailableError
 from .connection_memory import ConnectionMemory, Part, early_shares
@@ -210,8 +211,9 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self._refuse(f"more than {MAX_CONTROL_FRAMES} pings and pongs in a second; send fewer")
 
     def _refuse(self, reason: str, code: int = POLICY_VIOLATION) -> None:
-        if self.close_sent:
-            # The closing handshake has begun, and the client sends a large message instead.
+        if self.close_sent or self.conn.state is State.CONNECTING:
+            # A close frame cannot be sent: it was sent before, or the application has not accepted
+            # the WebSocket yet.
             self.transport.abort()
             return
         self.frames = []

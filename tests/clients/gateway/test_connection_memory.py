@@ -27,6 +27,7 @@ from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 
+from .test_message_memory import frame
 from .test_small_parts import PausedTransport
 
 MAX_BYTES = 4_000_000
@@ -147,6 +148,20 @@ async def test_the_head_of_a_websocket_counts_until_its_end() -> None:
     assert isinstance(connection.protocol, BoundedWebSocket)
     early, of_user = process.counted
     assert (early, of_user > 30_000 - ORDINARY_BYTES) == (0, True)
+    connection.protocol.connection_lost(None)
+    assert process.counted == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_messages_before_the_upgrade_is_accepted_have_a_bound() -> None:
+    process = Process(max_early=RECEIVED_BYTES // 2)
+    process.knows = False
+    connection = process.connected()
+    connection.protocol.data_received(UPGRADE + b"\r\n")
+    await passes()
+    assert isinstance(connection.protocol, BoundedWebSocket)
+    connection.protocol.data_received(frame(RECEIVED_BYTES))
+    assert connection.aborted.is_set()
     connection.protocol.connection_lost(None)
     assert process.counted == (0, 0)
 
