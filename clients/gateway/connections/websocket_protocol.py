@@ -15,7 +15,7 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from ....protocol.errors import UnavailableError
-from .connection_memory import ConnectionMemory, Part, early_shares
+from .connection_memory import ConnectionMemory, Part
 from .message_memory import MessageMemory
 from .paced_transport import PacedTransport
 
@@ -54,12 +54,10 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     _late: asyncio.TimerHandle | None = None
     """The timer that closes the WebSocket if the rest of a message arrives too late."""
 
-    def __init__(
-        self, *arguments: Any, memory: ConnectionMemory | None = None, **named: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, memory: ConnectionMemory, **named: Any) -> None:
         """``memory``: the memory of the connection, which includes the head of the upgrade."""
         super().__init__(*arguments, **named)
-        self._memory = memory or ConnectionMemory(early_shares(), "")
+        self._memory = memory
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Handles the upgrade of a connection to a WebSocket."""

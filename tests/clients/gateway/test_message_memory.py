@@ -18,12 +18,10 @@ from tokenbus.clients.gateway.connections.message_memory import (
     MessageMemory,
 )
 from tokenbus.clients.gateway.connections.paced_transport import PacedTransport
-from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import UnavailableError
-from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport
-from .test_small_parts import UPGRADE, PausedTransport
+from .test_small_parts import UPGRADE, PausedTransport, web_socket
 
 TEXT, CONTINUATION, LAST = 1, 0, 0x80
 
@@ -47,7 +45,7 @@ class Served:
         self.may_handle = asyncio.Semaphore(0)
         self.handled = 0
         config = uvicorn.Config(self._app, interface="asgi3", ws_per_message_deflate=False)
-        self.protocol = BoundedWebSocket(config, ServerState(), {})
+        self.protocol = web_socket(config)
         self.protocol.connection_made(self.transport)
         self.protocol.data_received(UPGRADE)
 

@@ -23,7 +23,7 @@ from tokenbus.clients.gateway.user_shares import UserShares
 from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport, connected
-from .test_small_parts import UPGRADE
+from .test_small_parts import UPGRADE, web_socket
 
 REQUEST = b"%b / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 GET = REQUEST % b"GET"
@@ -228,7 +228,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _web_socket(app: Any, **options: Any) -> tuple[BoundedWebSocket, Transport]:
     transport = Transport()
-    protocol = BoundedWebSocket(uvicorn.Config(app, **options), ServerState(), {})
+    protocol = web_socket(uvicorn.Config(app, **options))
     protocol.connection_made(transport)
     protocol.data_received(UPGRADE)
     return protocol, transport
@@ -283,7 +283,7 @@ async def _unread_socket(app: Any) -> AsyncIterator[BoundedWebSocket]:
     server.setblocking(False)
     with client:
         _, protocol = await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: BoundedWebSocket(config, ServerState(), {}), server
+            lambda: web_socket(config), server
         )
         client.sendall(UPGRADE)
         yield protocol
