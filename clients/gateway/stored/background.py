@@ -36,7 +36,7 @@ from ..idempotency import current_named
 from ..json import json_response
 from ..new_ids import new_id
 from ..openai.response_bodies import Failure, ResponsesRequest
-from ..openai.response_jobs import ResponseJob
+from ..openai.response_jobs import ResponseJob, ResponseQuestion
 from ..turns import current_user
 from .database import MAX_RESPONSE_BYTES, Database, Item, Stored
 from .inputs import ResponseInput, read_input, stored_input
@@ -209,9 +209,8 @@ class BackgroundTask:
             with self._gateway.shares.request():
                 await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
-                job = await ResponseJob.begin(
-                    self._gateway, body, given.items, ignored, self._id, recorded
-                )
+                question = ResponseQuestion(body, given.items, ignored)
+                job = await ResponseJob.begin(self._gateway, question, self._id, recorded)
                 job.before_calls = self._save
                 with closing(job.turns):
                     await self._begin(job, given)
