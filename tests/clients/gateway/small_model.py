@@ -56,7 +56,7 @@ class PlayedStream:
 def played(planned: Prepared, batches: Sequence[list[Token]]) -> AnswerTurns:
     """The turns of an answer without tools of the bus, whose entries are given."""
     gateway = cast(Gateway, SimpleNamespace(shares=UserShares(8)))
-    request = cast(AnswerRequest, SimpleNamespace(bus_tools=[], call_prefix="call_"))
+    request = cast(AnswerRequest, SimpleNamespace(bus_tools=[], call_prefix="call_", limit=1000))
     plan = Plan(gateway, request, Conversation([]), planned)
     return AnswerTurns(plan, PlayedStream(batches, plan.counter))
 
