@@ -41,6 +41,9 @@ STREAMS_PER_TURN = 64
 """Number of stream numbers (``NamedRequest.number_from``) that each turn of a request with an
 idempotency key reserves. The turn uses one for itself, and one for each of its calls."""
 
+ID_BYTES = 8
+"""Number of bytes that are counted for each token id of a prompt."""
+
 
 class TurnStream(Protocol):
     """The stream of one turn at the bus."""
@@ -118,10 +121,6 @@ class Made:
     """An event: the gateway has made the calls of one turn."""
 
     turn: ModelTurn
-
-
-ID_BYTES = 8
-"""The bytes that are counted for a token id of a prompt."""
 
 
 class AnswerTurns:
