@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
-from .turns import Turns, current_user
+from .users.turns import Turns, current_user
 
 T = TypeVar("T")
 

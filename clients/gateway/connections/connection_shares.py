@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ....protocol.errors import Code, UnavailableError
 from ....protocol.shares import Shares
 from ..errors import UserLimitError, from_tokenbus
-from ..security import refuse
 from ..traffic import PROBES
-from ..turns import current_user
+from ..users.security import refuse
+from ..users.turns import current_user
 from .connection_memory import ConnectionMemory
 
 

@@ -19,7 +19,7 @@ from ....protocol.messages import Token
 from ... import GeneratedSequence
 from ..bodies.leniency import Ignored
 from ..errors import ApiError, as_api_error
-from ..idempotency import current_named
+from ..users.idempotency import current_named
 from .answers import Answer, AnswerPart
 from .bus_tools import make_calls, not_made
 from .constraints import Receipt

@@ -32,12 +32,12 @@ from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, as_api_error, from_tokenbus
 from ..events import EventStream, event
-from ..idempotency import current_named
 from ..json import json_response
 from ..new_ids import new_id
 from ..openai.response_bodies import Failure, ResponsesRequest
 from ..openai.response_jobs import ResponseJob, ResponseQuestion
-from ..turns import current_user
+from ..users.idempotency import current_named
+from ..users.turns import current_user
 from .database import MAX_RESPONSE_BYTES, Database, Item, Stored
 from .inputs import ResponseInput, read_input, stored_input
 from .recorded import recorded_calls

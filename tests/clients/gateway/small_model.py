@@ -18,7 +18,7 @@ from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.generation.counter import Counter
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.templates.templates import Templates
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.clients.results import Sequences
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer

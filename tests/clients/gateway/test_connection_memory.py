@@ -23,7 +23,7 @@ from tokenbus.clients.gateway.connections.connection_shares import (
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.memory import ByteShares
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 

@@ -17,9 +17,9 @@ from starlette.responses import Response, StreamingResponse
 from tokenbus.clients.gateway.connections import unread_transport, websocket_protocol
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
-from tokenbus.clients.gateway.open_programs import OpenPrograms
 from tokenbus.clients.gateway.traffic import PART_BYTES, Counts, Traffic
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.open_programs import OpenPrograms
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport, connected

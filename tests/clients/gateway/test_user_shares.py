@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from tokenbus.clients.gateway.errors import UserLimitError
-from tokenbus.clients.gateway.turns import current_user
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.turns import current_user
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 
 from ...processes import Bus, Gateway

@@ -29,15 +29,15 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import Self
 
-from ...protocol.keys import OwnKey, own_key
-from ...protocol.messages import Token
-from ...protocol.settings import Settings
-from ...protocol.shares import Shares
-from .. import AsyncClient, AsyncStream
-from ..calls import Call
-from ..recording import Recorder
-from ..request_options import OnSystem
-from .errors import ApiError
+from ....protocol.keys import OwnKey, own_key
+from ....protocol.messages import Token
+from ....protocol.settings import Settings
+from ....protocol.shares import Shares
+from ... import AsyncClient, AsyncStream
+from ...calls import Call
+from ...recording import Recorder
+from ...request_options import OnSystem
+from ..errors import ApiError
 from .turns import current_user
 
 log = logging.getLogger(__name__)

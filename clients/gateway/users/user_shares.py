@@ -22,17 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from ...protocol.errors import Code, RequestError, UnavailableError
-from ...protocol.keys import OwnKey
-from ...protocol.messages import Embed, Embedded, Generate, Score
-from ...protocol.pace import Pace
-from ...protocol.shares import fits_share
-from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
-from ..calls import Call
-from ..recording import Recorder
-from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
-from .connections.memory import ByteShares, Held
-from .errors import UserLimitError
+from ....protocol.errors import Code, RequestError, UnavailableError
+from ....protocol.keys import OwnKey
+from ....protocol.messages import Embed, Embedded, Generate, Score
+from ....protocol.pace import Pace
+from ....protocol.shares import fits_share
+from ... import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
+from ...calls import Call
+from ...recording import Recorder
+from ...request_options import EmbedOptions, OnSystem, Prompt, generate_call
+from ..connections.memory import ByteShares, Held
+from ..errors import UserLimitError
 from .idempotency import NamedClient, current_named
 from .open_programs import OpenPrograms
 from .turns import current_user
