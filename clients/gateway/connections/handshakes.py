@@ -55,9 +55,10 @@ class Handshakes:
         task = asyncio.ensure_future(self._shake(connection))
         self._running[task] = address
         self._shares.take(address)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget)
 
     async def _shake(self, connection: socket.socket) -> None:
+        # A client may end the handshake or send wrong data. asyncio logs all other errors.
         with suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
@@ -69,11 +70,6 @@ class Handshakes:
         if oldest is not None:
             self._forget(oldest)
             oldest.cancel()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._forget(task)
-        if not task.cancelled():
-            task.exception()  # Marks the error as retrieved, so that asyncio does not log it.
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         address = self._running.pop(task, None)
