@@ -103,7 +103,7 @@ class UserShares:
             self._request.reset(token)
             # A task of the request may continue, and must not give back the same streams again.
             while request.streams:
-                self.give_back_of_socket(request.streams.pop(), 1)
+                self._give_back(request.streams.pop(), 1)
             for held in request.bytes.values():
                 held.resize(0)
 
@@ -121,7 +121,7 @@ class UserShares:
         its request. Has no effect if no stream of the request is counted."""
         request = self._request.get()
         if request is not None and request.streams:
-            self.give_back_of_socket(request.streams.pop(), 1)
+            self._give_back(request.streams.pop(), 1)
 
     def take_of_socket(self, name: str) -> None:
         """Counts a request that a WebSocket of the user ``name`` is about to send; raises
@@ -130,16 +130,8 @@ class UserShares:
 
     def give_back_of_socket(self, name: str, count: int) -> None:
         """Stops counting ``count`` ended requests of a WebSocket of the user ``name``."""
-        if not count:
-            return
-        user = self._users[name]
-        user.streams -= count
-        self._streams -= count
-        now = time.monotonic()
-        user.pace.note(now)
-        self._pace.note(now)
-        if not user.streams:
-            del self._users[name]
+        if count:
+            self._give_back(name, count)
 
     def _fitting(self, name: str) -> _User:
         """The counts of the user ``name``. Raises UnavailableError if the user may not begin
@@ -174,6 +166,16 @@ class UserShares:
         self._users[name] = user
         user.streams += 1
         self._streams += 1
+
+    def _give_back(self, name: str, count: int) -> None:
+        user = self._users[name]
+        user.streams -= count
+        self._streams -= count
+        now = time.monotonic()
+        user.pace.note(now)
+        self._pace.note(now)
+        if not user.streams:
+            del self._users[name]
 
 
 class SharedClient(AsyncClient):
