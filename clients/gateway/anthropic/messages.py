@@ -106,7 +106,8 @@ class MessageJob:
                     started = True
                 if parts:
                     yield b"".join(parts)
-        fields = {} if answers.receipt is None else {"tokenbus": answers.receipt}
+        receipt = answers.receipt
+        fields = {} if receipt is None else {"tokenbus": receipt}
         last = _event("message_delta", delta=answers.ended, usage=answers.usage, **fields)
         yield b"".join(self._end()) + last + _event("message_stop")
 
