@@ -108,12 +108,12 @@ async def test_an_incomplete_message_counts_until_it_is_handled() -> None:
     await served.begin()
     message = frame(size)
     await served.receives(message[:-1])
-    assert left(shares) == 100 * size - BYTE_COST * (size - 1)
+    assert shares.free == 100 * size - BYTE_COST * (size - 1)
     await served.receives(message[-1:])
-    assert left(shares) == (100 - BYTE_COST) * size
+    assert shares.free == (100 - BYTE_COST) * size
     served.may_handle.release()
     await passes()
-    assert (served.handled, left(shares)) == (1, 100 * size)
+    assert (served.handled, shares.free) == (1, 100 * size)
     await served.end()
 
 
@@ -123,9 +123,9 @@ async def test_fragments_count() -> None:
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES, TEXT) + frame(SMALL_BYTES, CONTINUATION))
-    assert left(shares) == (100 - 2 * BYTE_COST) * SMALL_BYTES
+    assert shares.free == (100 - 2 * BYTE_COST) * SMALL_BYTES
     await served.end()
-    assert left(shares) == 100 * SMALL_BYTES
+    assert shares.free == 100 * SMALL_BYTES
 
 
 @pytest.mark.anyio
@@ -134,7 +134,7 @@ async def test_small_messages_do_not_count() -> None:
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES))
-    assert (left(shares), served.close_code) == (1, None)
+    assert (shares.free, served.close_code) == (1, None)
     await served.end()
 
 
@@ -153,7 +153,7 @@ async def test_the_messages_of_all_websockets_of_a_user_have_one_share() -> None
     assert not second.protocol.conn.reader.buffer
     for served in (first, second):
         await served.end()
-    assert left(shares) == 3 * BYTE_COST * size
+    assert shares.free == 3 * BYTE_COST * size
 
 
 @pytest.mark.anyio
@@ -165,10 +165,10 @@ async def test_a_message_counts_while_it_is_handled_after_the_connection() -> No
     await served.receives(frame(size))
     served.protocol.connection_lost(None)
     await passes()
-    assert left(shares) == (100 - BYTE_COST) * size
+    assert shares.free == (100 - BYTE_COST) * size
     served.may_handle.release()
     await passes()
-    assert left(shares) == 100 * size
+    assert shares.free == 100 * size
 
 
 @pytest.mark.anyio
@@ -235,7 +235,7 @@ def test_a_user_beyond_its_share_is_refused_and_loses_nothing() -> None:
     messages.handled()
     messages.hold(0)
     messages.ended()
-    assert left(shares) == 10 * BYTE_COST * SMALL_BYTES
+    assert shares.free == 10 * BYTE_COST * SMALL_BYTES
 
 
 @pytest.mark.anyio
