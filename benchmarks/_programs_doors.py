@@ -104,7 +104,7 @@ class Words:
         return self._ids[text]
 
     def line(self, tokens: list[int]) -> list[int]:
-        """The tokens before the first line end, or all tokens if there is no line end."""
+        """The tokens before the first line end; all tokens if the text has one line."""
         end = tokens.index(self._line_end) if self._line_end in tokens else len(tokens)
         return tokens[:end]
 

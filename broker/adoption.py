@@ -334,8 +334,8 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Handles the sessions among ``sessions`` whose CLAIM every worker has answered: ends the
-        turns of their claims (``claims.py``), removes the claims, and refuses ATTACHes to streams
+        """Handles the sessions among ``sessions`` whose CLAIM every worker has answered. Ends the
+        turns of their claims (``claims.py``) and removes the claims. Refuses ATTACHes to streams
         that no worker has reported. During ``recover_s``, nothing is removed or refused, because
         more workers may register."""
         is_open = self.open()

@@ -8,6 +8,7 @@ import re
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import decode_header, encode_header
+from ..protocol.messages import System
 from ..protocol.pace import Pace
 from ..protocol.worker_messages import ANY_MODULE, End, Lost
 from .outgoing import Outgoing, Side
@@ -25,7 +26,8 @@ _MODULE_ID = re.compile("[0-9a-f]{64}")
 
 class Controllers:
     """Chooses a controller worker when a request is sent to its GPU worker, and records the choice
-    until the request ends.
+    until the request ends. A *pattern* is a controller's name or ``ANY_MODULE``, as a worker
+    registers it.
 
     From its reservation to its end, a request is in ``steers`` of its controller worker
     (``request.steering.worker``), and counts towards the load of this worker. A queued request has
@@ -41,10 +43,6 @@ class Controllers:
         self._pace = Pace()
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
-        self._left: dict[str, float] = {}
-        """By pattern: the time at which its last worker was lost, in seconds. A *pattern* is a
-        controller's name or ``ANY_MODULE``, as a worker registers it. Only losses of the last
-        ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still
@@ -136,8 +134,7 @@ class Controllers:
         """Whether the last worker that served a pattern was lost recently and may return. If so,
         the controllers of this pattern do not count as unknown, and workers with other patterns do
         not run them."""
-        left_at = self._left.get(pattern, float("-inf"))
-        return self._state.now - left_at < self._settings.move_wait_s
+        return self._state.recovery.was_lost("controller", pattern, self._state.now)
 
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request's controller if a controller worker has a free place.
@@ -187,12 +184,24 @@ class Controllers:
         self._out.append(Outgoing(Side.BACK, worker.peer, given, True))
 
     def on_start(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles the START that a GPU worker sends when it begins a request with a controller."""
+        """Handles the START that a GPU worker sends when it begins a request with a controller. If
+        the START waits, the client is notified."""
         request = self._state.requests.get(decode_header(frames[1]).request)
         if request is None or request.worker is not worker or not request.open:
             return
         if request.steering is not None and not request.steering.started:
             self.start(request, frames[2], self._state.now)
+            if request.id in self._waiting:
+                self._notify_waiting(request)
+
+    def _notify_waiting(self, request: Request) -> None:
+        notice = System(
+            event="queued",
+            message="waiting for a controller worker",
+            stream_id=request.stream_id,
+            model=request.model,
+        )
+        self._out.to_session(request.session, b"SYSTEM", notice)
 
     def refused(self, request: Request, worker: Worker, body: bytes, unknown: str = "") -> None:
         """Handles a controller worker's refusal of a START.
@@ -234,8 +243,8 @@ class Controllers:
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """The pattern (``_left``) that a controller worker must serve to run the controller of a
-        request. The rules are those of ``choose``."""
+        """The pattern that a controller worker must serve to run the controller of a request. The
+        rules are those of ``choose``."""
         name = request.controller
         if request.steered.served_as:
             return request.steered.served_as
@@ -393,10 +402,6 @@ class Controllers:
         at another controller worker.
         """
         self._tools.on_lost(worker)
-        if worker.role == "controller":
-            lost = {p for p in worker.patterns if not self._pools.steering(p).workers}
-            self._left = {p: at for p, at in self._left.items() if self._has_left(p)}
-            self._left |= dict.fromkeys(lost, self._state.now)
         by_gpu: dict[int, list[int]] = {}
         for request in list(worker.steers.values()):
             self._release(request)

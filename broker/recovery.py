@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
@@ -26,6 +27,14 @@ MISSING_OF_ROLE = {
     "controller": (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER),
 }
 """By role of a lost worker: the errors for new requests that only this worker served."""
+
+
+class _Lost(NamedTuple):
+    """The loss of the last worker that served a name. Both times are in seconds."""
+
+    at: float
+    until: float
+    """The time until which a worker that serves the name is expected."""
 
 
 class Recovery:
@@ -45,10 +54,10 @@ class Recovery:
         self._settled_at = min(started + settings.expiry_s, self.until)
         self._follows = False
         self._expiry_s = settings.expiry_s
-        self._successor_s = settings.move_wait_s
-        self._missing: dict[str, dict[str, float]] = {role: {} for role in MISSING_OF_ROLE}
-        """By role and name: models and patterns whose last worker was lost, and the time, in
-        seconds, until which a worker that serves the name is expected."""
+        self._move_wait_s = settings.move_wait_s
+        self._lost: dict[str, dict[str, _Lost]] = {role: {} for role in MISSING_OF_ROLE}
+        """By role and name: the losses of models, controllers and patterns that no worker has
+        registered since. Old losses are removed at the next loss."""
 
     def lost(self, worker: Worker, names: Iterable[str], now: float) -> None:
         """Records the loss of the last worker that served these names.
@@ -56,17 +65,27 @@ class Recovery:
         The worker may register again within ``expiry_s``. A successor that the worker announced may
         take ``move_wait_s``, because it may have to load a model.
         """
-        missing = self._missing.get(worker.role)
-        if missing is not None:
-            until = now + (self._successor_s if worker.succeeded else self._expiry_s)
-            missing.update(dict.fromkeys(names, until))
+        lost = self._lost.get(worker.role)
+        if lost is None:
+            return
+        kept_s = max(self._expiry_s, self._move_wait_s)
+        for name in [name for name, loss in lost.items() if now - loss.at >= kept_s]:
+            del lost[name]
+        until = now + (self._move_wait_s if worker.succeeded else self._expiry_s)
+        lost.update(dict.fromkeys(names, _Lost(now, until)))
 
     def registered(self, worker: Worker) -> None:
         """Records that the names that this worker serves have a worker again."""
-        missing = self._missing.get(worker.role)
-        if missing:
+        lost = self._lost.get(worker.role)
+        if lost:
             for name in worker.names():
-                missing.pop(name, None)
+                lost.pop(name, None)
+
+    def was_lost(self, role: str, name: str, now: float) -> bool:
+        """Whether the last worker that served this name was lost less than ``move_wait_s`` ago. The
+        caller has checked that no worker serves the name."""
+        loss = self._lost[role].get(name)
+        return loss is not None and now - loss.at < self._move_wait_s
 
     def follow(self) -> None:
         """Records a sign that this broker has had an earlier run."""
@@ -95,9 +114,7 @@ class Recovery:
     def _is_missing(self, error: TokenbusError, role: str, name: str, now: float) -> bool:
         """Whether a worker that was lost, or its successor, may still register and serve ``name``.
         If no worker is running, this worker may serve any name."""
-        missing = self._missing[role]
-        for old in [old for old, until in missing.items() if until <= now]:
-            del missing[old]
+        missing = [lost for lost, loss in self._lost[role].items() if now < loss.until]
         if error.code == Code.NO_WORKER or not name:
             return bool(missing)
         return name in missing or any(fnmatchcase(name, pattern) for pattern in missing)

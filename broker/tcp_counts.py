@@ -1,5 +1,5 @@
-"""Counts bytes of a TCP connection: all bytes that this side has received, the received bytes that
-libzmq has not read yet, and the bytes of one message on the wire."""
+"""Counts bytes of a TCP connection: the received bytes, the received bytes that libzmq has not read
+yet, and the bytes of one message on the wire."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STORE_REQUESTS = 1_024
 """Maximum number of requests to the module store at a controller worker. The worker refuses further
-requests of a tenant before the number is reached."""
+requests of a client before the number is reached."""
 NO_MANIFEST: tuple[bytes, Manifest, list[Session | None]] = (b"", Manifest((), (), ()), [])
 
 

@@ -135,8 +135,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     them have the same default, this is the default model. If their defaults differ, the default
     model is the embedded model, provided that at least one worker has it as its default."""
     prompt: list[TokenId] | str | None = None
-    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each. If
-    there is no attachment either, the prompt consists of the buffers."""
+    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each.
+    Without an attachment, the prompt consists of the buffers."""
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
@@ -904,9 +904,9 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     attached: int | UnsetType = UNSET
     """Answers an ``ATTACH``: the number of the first entry that follows. This is usually
     ``Attach.received``. It is 0 if two workers had copies of the stream, and the client has
-    received the entries of the copy that is no longer valid. The two copies may order the entries
-    of different sequences differently. So the client discards the first entries of each sequence,
-    as many as it has already received."""
+    received entries of the wrong copy. The copies may order the entries of different sequences
+    differently. So the client discards the first entries of each sequence, as many as it has
+    already received."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET
@@ -931,7 +931,8 @@ class System(Struct, kw_only=True, omit_defaults=True):
     stream_id: StreamId | None = None
     model: str = ""
     place: int | None = None
-    """``queued``: the position in the queue, from 1."""
+    """``queued``: the position in the queue, from 1. None if the request has a worker, and only its
+    controller waits."""
     progress: float | None = None
     """``loading``: the fraction that is loaded, 0 to 1."""
     left: str = ""

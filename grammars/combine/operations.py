@@ -195,8 +195,8 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # If there are no states yet, all counts are 0, and the part that itself has the most states is
-    # named.
+    # The error names the part with the most states in ``reached``. Among parts with equally many,
+    # it names the part whose own automaton has the most states.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, which alone has {copies[worst].num_states:,} states, "

@@ -287,7 +287,7 @@ def test_a_start_that_finds_no_worker_any_more_waits_for_one(bench: Bench) -> No
     controller_worker(bench, "a")
     header = accepted(bench)
     bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
-    assert bench.send("gpu", "START", START, Header(header.request)) == []
+    start_waits(bench, header)
     controller_worker(bench, "b")
     assert bench.to_worker("b") == [("START", Header(header.request, bench.gpu))]  # type: ignore[attr-defined]
 
@@ -311,7 +311,7 @@ def test_a_controller_that_has_begun_is_not_started_by_one_of_another_kind(bench
     header = begun(bench)
     bench.broker.on_gone(Side.BACK, peer_of("python"), bench.now)
     controller_worker(bench, "any")
-    assert bench.send("gpu", "START", START, Header(header.request)) == []
+    start_waits(bench, header)
     controller_worker(bench, "again", "mine")
     assert [kind for kind, _ in bench.to_worker("again")] == ["START"]
     assert bench.to_worker("any") == []
@@ -402,6 +402,12 @@ def start(bench: Bench, header: Header) -> str:
     return out.peer[1:].decode() + ":" + out.frames[0].decode()
 
 
+def start_waits(bench: Bench, header: Header) -> None:
+    """The GPU worker sends START, of which the broker only notifies the client."""
+    [out] = bench.send("gpu", "START", START, Header(header.request))
+    assert (out.side, out.peer, out.frames[0]) == (Side.FRONT, peer_of("c"), b"SYSTEM")
+
+
 def test_the_worker_that_was_reserved_gets_the_start(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=2)
     headers = [accepted(bench, 1), accepted(bench, 2)]
@@ -458,7 +464,7 @@ def test_a_queued_request_that_finds_no_free_place_when_it_runs_waits_for_one() 
     ended(bench, 1, first)
     [(_, second)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     assert second.request not in bench.broker.state.workers[a].steers
-    assert bench.send("gpu", "START", START, Header(second.request)) == []
+    start_waits(bench, second)
     end = Token(token=1, stream_id=3, logprob=0.0, finish_reason="stop")
     bench.tokens("other", third, end, final=True)
     assert [(kind, h.request) for kind, h in bench.to_worker("a")] == [("START", second.request)]
@@ -530,7 +536,7 @@ def waiting_starts(number: int) -> tuple[Bench, list[Header]]:
     headers = [accepted(bench, stream) for stream in range(number)]
     bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
     for header in headers:
-        assert bench.send("gpu", "START", START, Header(header.request)) == []
+        start_waits(bench, header)
     controller_worker(bench, "b", capacity=1)
     return bench, headers
 
@@ -564,6 +570,22 @@ def calls_of_an_end(number: int) -> int:
 def test_a_request_that_ends_costs_the_same_however_many_starts_wait() -> None:
     calls_of_an_end(4)  # A combination of flags is made and cached when it is first needed.
     assert calls_of_an_end(400) == calls_of_an_end(4)
+
+
+def test_a_client_is_notified_once_of_each_start_that_waits() -> None:
+    bench, headers = waiting_starts(3)
+    notices = bench.to_client("c")
+    message = "waiting for a controller worker"
+    assert [kind for kind, _ in notices] == ["SYSTEM"] * 3
+    assert [notice for _, notice in notices] == [
+        {"event": "queued", "message": message, "stream_id": stream, "model": "m"}
+        for stream in range(3)
+    ]
+    bench.pass_time(5.0)
+    end = Token(token=None, stream_id=0, logprob=None, finish_reason="cancelled")
+    bench.tokens("gpu", headers[0], end, final=True)
+    assert started(bench) == [headers[0].request, headers[1].request]
+    assert [kind for kind, _ in bench.to_client("c")] == ["TOKEN"]
 
 
 def test_starts_that_wait_go_on_in_their_order_one_for_each_free_place() -> None:

@@ -29,6 +29,11 @@ def begun(bench: Bench, worker: str, stream: int = 1, **fields: Any) -> Header:
     return header
 
 
+def events(bench: Bench) -> list[tuple[str, int]]:
+    """The event and the stream of each message to the client, which must be a SYSTEM."""
+    return [(body["event"], body["stream_id"]) for _, body in bench.to_client("c")]
+
+
 def test_a_worker_that_drains_hands_its_streams_over(bench: Bench) -> None:
     bench.worker("a")
     header = begun(bench, "a")
@@ -122,13 +127,14 @@ def test_new_requests_wait_for_the_successor_of_the_only_controller_worker() -> 
     bench.send("a", "DRAIN", Drain(reason="SIGTERM", successor=True))
     first = begun(bench, "gpu", stream=1, controller="mine")
     bench.send("gpu", "START", START, Header(first.request))
+    assert events(bench) == [("queued", 1)]
     bench.send("a", "UNREGISTER", Unregister(reason="SIGTERM"))
     for _ in range(50):
         bench.pass_time(1.0)
         bench.send("gpu", "HEARTBEAT", Heartbeat())
     second = begun(bench, "gpu", stream=2, controller="mine")
     bench.send("gpu", "START", START, Header(second.request))
-    assert bench.to_client("c") == []
+    assert events(bench) == [("queued", 2)]
     assert kinds(bench, "gpu") == []
     controller_worker(bench, "the next one", "mine")
     assert kinds(bench, "the next one") == ["START", "START"]

@@ -11,6 +11,7 @@ from tokenbus.broker.sessions import MAX_ENDED
 from tokenbus.broker.sweep import Sweep
 from tokenbus.broker.worker import STORE_REQUESTS, Worker, WorkerState
 from tokenbus.protocol.messages import ModelInfo, Token
+from tokenbus.protocol.worker_messages import Unregister
 
 from ..worlds.broker import Bench, generate
 from .invariants import check, check_empty
@@ -153,6 +154,16 @@ def test_a_session_of_many_streams_ends_in_several_ticks_one_right_after_the_oth
         bench.broker.tick(bench.now)
         check(bench.broker)
         assert (bench.broker.wait_s(bench.now) < 0.25) == (number > MAX_ENDED)
+
+
+def test_the_names_of_workers_that_do_not_return_are_dropped() -> None:
+    bench = Bench(expiry_s=5.0, move_wait_s=10.0)
+    for number in range(100):
+        for role in ("gpu", "controller"):
+            bench.worker(role, role=role, patterns=[f"of {number}"], default="")
+            bench.send(role, "UNREGISTER", Unregister(reason="SIGTERM"))
+        bench.pass_time(1.0)
+    assert [len(lost) for lost in bench.broker.state.recovery._lost.values()] == [10, 10]
 
 
 def test_what_the_broker_keeps_of_a_request_needs_no_collector() -> None:

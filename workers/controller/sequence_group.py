@@ -622,9 +622,9 @@ class SequenceGroup:
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
         """Allocates memory for the decisions after ``count`` tokens of a draft. If the sequence's
-        mask is in a row of the shared file, the decisions get further rows of this file, as long as
-        more than half of all rows are free. If the mask is not in a row, the decisions get buffers
-        of this process."""
+        mask is in a row of the shared file, the decisions get further rows of this file. At least
+        half of all rows stay free for other sequences. If the mask is not in a row, the decisions
+        get buffers of this process."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

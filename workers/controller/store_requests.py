@@ -1,6 +1,7 @@
-"""Queues the requests of clients to the module store, within bounds that tenants share.
+"""Queues the requests of clients to the module store, within bounds that owners share. The owner is
+the client's tenant or, if clients do not have keys, the client's session.
 
-An upload may take 30 s of CPU time. Without bounds, a tenant could let a thousand uploads of 16 MiB
+An upload may take 30 s of CPU time. Without bounds, an owner could let a thousand uploads of 16 MiB
 wait in the memory of the worker.
 """
 
@@ -33,14 +34,14 @@ class StoreRequests:
         self._pool = Pool(AT_ONCE, "store", max_waiting=0)
         self._lock = threading.Lock()
         self._bytes: Counter[str] = Counter()
-        """The bytes of each tenant's requests."""
+        """The bytes of each owner's requests."""
 
-    def add(self, tenant: str, message: FromBus) -> None:
-        """Queues a request. Raises UnavailableError if the tenant's requests would exceed its
+    def add(self, owner: str, message: FromBus) -> None:
+        """Queues a request. Raises UnavailableError if the owner's requests would exceed its
         share."""
         size = REQUEST_BYTES + len(message.body) + sum(map(len, message.attachments))
         with self._lock:
-            own = self._bytes[tenant]
+            own = self._bytes[owner]
             if not fits_share(own, self._bytes.total(), MAX_BYTES, size):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
@@ -49,18 +50,18 @@ class StoreRequests:
                     "them has been answered",
                     retry_after_s=1.0,
                 )
-            self._bytes[tenant] += size
+            self._bytes[owner] += size
 
         def serve() -> None:
             try:
                 self._serve(message)
             finally:
                 with self._lock:
-                    self._bytes[tenant] -= size
-                    if not self._bytes[tenant]:
-                        del self._bytes[tenant]
+                    self._bytes[owner] -= size
+                    if not self._bytes[owner]:
+                        del self._bytes[owner]
 
-        self._pool.submit([serve], tenant=tenant)
+        self._pool.submit([serve], tenant=owner)
 
     def close(self) -> None:
         """Ends the threads after all queued requests."""

@@ -351,7 +351,7 @@ class ControllerWorker:
                 self._starts.submit([partial(arrived, tokenizer.fingerprint, json, error)])
             case b"UPLOAD" | b"TAG" | b"TAGS" | b"DELETE":
                 try:
-                    self._store_requests.add(_tenant_of(message), message)
+                    self._store_requests.add(_store_owner(message), message)
                 except UnavailableError as error:
                     self._serve_store(message, error)
             case b"FETCH_MODULE":
@@ -508,8 +508,8 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sends a RESULT with an error for each of these sequences of a STEP, because this worker
-        does not have the sequence, or the sequence does not wait for the model."""
+        """Sends a RESULT with an error for each of these sequences of a STEP. This worker does not
+        have the sequence, or the sequence does not wait for the model."""
         results = []
         for stepped in sequences:
             text = f"the controller worker does not have sequence {stepped.seq} of this request"
@@ -749,13 +749,13 @@ class _StateWorker:
         self._bus.flush()
 
 
-def _tenant_of(message: FromBus) -> str:
-    """The key of the tenant that sends a request to the module store; empty if the key cannot be
-    read. In that case, the answer to the request reports the error."""
-    try:
-        return Tenant.decode(message.attachments[-1]).key
-    except (IndexError, ValueError):
-        return ""
+def _store_owner(message: FromBus) -> str:
+    """The owner of a request to the module store: its tenant or, if clients do not have keys, its
+    session. If the tenant cannot be read, the answer to the request reports the error."""
+    tenant = ""
+    with contextlib.suppress(IndexError, ValueError):
+        tenant = Tenant.decode(message.attachments[-1]).key
+    return owner_of([tenant.encode(), b"%x" % message.header.address])
 
 
 def _error_result(request: int, message: str, code: str = Code.INTERNAL) -> StepResult:

@@ -40,11 +40,11 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self._requests: dict[RequestKey, _Request] = {}
-        self._order: dict[str, dict[str, dict[RequestKey, None]]] = {}
-        """The requests by client and user; the oldest request of a user comes first."""
-        self._bytes: Counter[tuple[str, str | None]] = Counter()
-        """Bytes by client and user. The user None stands for all users of the client."""
-        self._total = 0
+        """The requests that have kept answers, the oldest first."""
+        self._of_client: Counter[str] = Counter()
+        """Bytes of the answers of each client."""
+        self._of_owner: Counter[CallOwner] = Counter()
+        """Bytes of the answers of each client's users."""
 
     @property
     def requests(self) -> list[RequestKey]:
@@ -61,7 +61,6 @@ class KeptAnswers:
         kept = self._requests.get(request)
         if kept is None:
             kept = self._requests[request] = _Request(owner)
-            self._order.setdefault(owner.client, {}).setdefault(owner.user, {})[request] = None
         before = kept.bodies.pop(name, None)
         if before is not None:
             self._count(kept.owner, -len(before) - ANSWER_BYTES)
@@ -70,11 +69,11 @@ class KeptAnswers:
         if len(kept.bodies) > MAX_OF_REQUEST:
             oldest = kept.bodies.pop(next(iter(kept.bodies)))
             self._count(kept.owner, -len(oldest) - ANSWER_BYTES)
-        while self._total > MAX_BYTES:
-            client = max(self._order, key=lambda one: self._bytes[one, None])
-            users = self._order[client]
-            user = max(users, key=lambda one: self._bytes[client, one])
-            self.drop(next(iter(users[user])))
+        while self._of_client.total() > MAX_BYTES:
+            owner = max(
+                self._of_owner, key=lambda one: (self._of_client[one.client], self._of_owner[one])
+            )
+            self.drop(next(each for each, kept in self._requests.items() if kept.owner == owner))
 
     def drop(self, request: RequestKey) -> None:
         """Drops the answers of a request, if any are kept."""
@@ -83,16 +82,11 @@ class KeptAnswers:
             return
         size = sum(map(len, kept.bodies.values())) + ANSWER_BYTES * len(kept.bodies)
         self._count(kept.owner, -size)
-        users = self._order[kept.owner.client]
-        del users[kept.owner.user][request]
-        if not users[kept.owner.user]:
-            del users[kept.owner.user]
-        if not users:
-            del self._order[kept.owner.client]
 
     def _count(self, owner: CallOwner, size: int) -> None:
-        self._total += size
-        for key in ((owner.client, None), (owner.client, owner.user)):
-            self._bytes[key] += size
-            if not self._bytes[key]:
-                del self._bytes[key]
+        self._of_client[owner.client] += size
+        if not self._of_client[owner.client]:
+            del self._of_client[owner.client]
+        self._of_owner[owner] += size
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]

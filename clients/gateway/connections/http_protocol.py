@@ -19,6 +19,7 @@ from ..errors import ApiError
 from ..traffic import PROBES
 from .connection_memory import ConnectionMemory, Part, early_shares
 from .idle_connections import IdleConnections
+from .joined_heads import JoinedHeads
 from .paced_transport import PacedTransport
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -84,8 +85,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection of a client."""
+        self._joined = joined = cast(Any, JoinedHeads(transport, self.loop))
         self._reading = PacedTransport(
-            transport,
+            joined,
             self.loop,
             self._parse,
             self._is_pipelined,
@@ -138,7 +140,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(b"503 Service Unavailable")
         else:
             self._upgraded = True
-            self.transport = self._reading.detach()
+            self._reading.detach()
+            self.transport = self._joined.detach()
             # The WebSocket keeps the head, and continues to count the connection's memory.
             websocket = cast(Any, self.ws_protocol_class)
             self.ws_protocol_class = cast(Any, partial(websocket, memory=self._memory))

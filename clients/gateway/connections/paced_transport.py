@@ -96,14 +96,13 @@ class PacedTransport(UnreadTransport):
             self.transport.resume_reading()
         self._stopped = stop
 
-    def detach(self) -> asyncio.Transport:
-        """Returns the transport, for use by another protocol, and drops the data that is not
-        parsed. Afterwards, this object does not pause the transport."""
+    def detach(self) -> None:
+        """Drops the data that is not parsed. Afterwards, this object does not pause the transport,
+        so that another protocol can use it."""
         self._rest = memoryview(b"")
         self._paused = False
         self._held = lambda: False
         self.proceed()
-        return self.transport
 
     @property
     def _rest_bytes(self) -> int:

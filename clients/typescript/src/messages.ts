@@ -265,8 +265,8 @@ export interface Generate {
    */
   readonly model?: string | undefined;
   /**
-   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each. If
-   * there is no attachment either, the prompt consists of the buffers.
+   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each.
+   * Without an attachment, the prompt consists of the buffers.
    */
   readonly prompt?: readonly number[] | string | null | undefined;
   /** Buffers that precede the prompt, in order. */
@@ -1509,9 +1509,8 @@ export interface Msg {
   /**
    * Answers an `ATTACH`: the number of the first entry that follows. This is usually
    * `Attach.received`. It is 0 if two workers had copies of the stream, and the client has received
-   * the entries of the copy that is no longer valid. The two copies may order the entries of
-   * different sequences differently. So the client discards the first entries of each sequence, as
-   * many as it has already received.
+   * entries of the wrong copy. The copies may order the entries of different sequences differently.
+   * So the client discards the first entries of each sequence, as many as it has already received.
    */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
@@ -1548,7 +1547,10 @@ export interface System {
   readonly message: string;
   readonly stream_id: number | null;
   readonly model: string;
-  /** `queued`: the position in the queue, from 1. */
+  /**
+   * `queued`: the position in the queue, from 1. null if the request has a worker, and only its
+   * controller waits.
+   */
   readonly place: number | null;
   /** `loading`: the fraction that is loaded, 0 to 1. */
   readonly progress: number | null;

@@ -61,6 +61,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.writes = 0
         self.unread = 0
         """Number of written bytes that the client has not read."""
         self.closed = asyncio.Event()
@@ -69,6 +70,7 @@ class Transport(asyncio.Transport):
     def write(self, data: object) -> None:
         assert isinstance(data, bytes)
         self.written += data
+        self.writes += 1
 
     def close(self) -> None:
         self.closed.set()
@@ -113,6 +115,32 @@ def connected(app: Any = _reads) -> tuple[BoundedHttp, Transport]:
     protocol = BoundedHttp(uvicorn.Config(app), ServerState(), {})
     protocol.connection_made(transport)
     return protocol, transport
+
+
+@pytest.mark.anyio
+async def test_a_head_is_written_with_the_first_part_or_alone_if_that_part_comes_later() -> None:
+    later = asyncio.Event()
+
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/later":
+            await later.wait()
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    protocol, transport = connected(answers)
+    protocol.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while b"whole" not in transport.written:
+        await asyncio.sleep(0)
+    assert transport.writes == 1
+    protocol, transport = connected(answers)
+    protocol.data_received(b"GET /later HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while not transport.written.endswith(b"\r\n\r\n"):
+        await asyncio.sleep(0)
+    assert transport.writes == 1
+    later.set()
+    while b"whole" not in transport.written:
+        await asyncio.sleep(0)
+    assert transport.writes == 2
 
 
 @pytest.mark.anyio

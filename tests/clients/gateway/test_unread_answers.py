@@ -205,6 +205,8 @@ async def test_a_long_answer_is_whole(method: bytes, chunked: bool) -> None:
     protocol.data_received(REQUEST % method)
     while protocol.cycle is None or not protocol.cycle.response_complete:
         await asyncio.sleep(0)
+    while b"\r\n\r\n" not in transport.written:
+        await asyncio.sleep(0)
     head, _, body = transport.written.partition(b"\r\n\r\n")
     assert (b"content-length: %d" % len(LONG) in head) != chunked
     if method == b"HEAD":

@@ -336,6 +336,33 @@ def test_a_store_request_beyond_the_share_of_its_tenant_gets_an_error(
     assert (body["code"], body["stream_id"]) == ("queue_full", 6)
 
 
+def test_sessions_without_a_key_have_separate_shares_of_the_store_requests(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_serve, requests = threading.Event(), worker.worker._store_requests
+    serve = requests._serve
+
+    def serve_later(message: FromBus) -> None:
+        assert may_serve.wait(BOUND_S)
+        serve(message)
+
+    def ask(request: int, session: int) -> None:
+        worker.send(b"TAGS", msgpack.encode({"stream_id": 1}), request, b"", gpu=session)
+
+    def codes() -> dict[int, str]:
+        errors = [f for f in list(worker._bus._links[0]._outbox) if f[0] == b"ERROR"]
+        return {decode_header(f[1]).request: json.decode(f[2])["code"] for f in errors}
+
+    monkeypatch.setattr(requests, "_serve", serve_later)
+    monkeypatch.setattr(store_requests, "MAX_BYTES", 4 * store_requests.REQUEST_BYTES)
+    for request, session in ((1, 7), (2, 7), (3, 7), (4, 8), (5, 7)):
+        ask(request, session)
+    until(lambda: 5 in codes(), BOUND_S, "the last request is refused")
+    assert codes() == {3: "queue_full", 5: "queue_full"}
+    may_serve.set()
+    until(lambda: len(codes()) == 5, BOUND_S, "every request is answered")
+
+
 def test_a_malformed_answer_of_the_state_worker_disturbs_no_other_message(worker: Worker) -> None:
     header = Header(0, 0, 0)
     messages = [FromBus(b"VARIABLE_ANSWER", header, b"\xc1", []), FromBus(b"STEP", header, b"", [])]

@@ -352,4 +352,4 @@ async def test_ended_requests_leave_nothing_in_the_tables(monkeypatch: pytest.Mo
         await worker.next()
     worker.calls.end(0)
     kept = worker.calls._kept
-    assert (kept.requests, kept._order, dict(kept._bytes), kept._total) == ([], {}, {}, 0)
+    assert (kept.requests, dict(kept._of_client), dict(kept._of_owner)) == ([], {}, {})

@@ -10,8 +10,6 @@ from __future__ import annotations
 import array
 import threading
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ....protocol.errors import ControllerError
@@ -36,18 +34,14 @@ class Begun(NamedTuple):
     host: Host
 
 
-@dataclass(slots=True)
-class Calls:
+class Calls(NamedTuple):
     """Equal calls that were made one after another, for example the rounds of a sequence that was
     woken and suspended again."""
 
     request: bytes
     """The encoded request of each call. An encoded token takes up to five bytes, and a list of
     numbers takes 36 bytes for each token."""
-    count: int = 1
-
-    def __copy__(self) -> Calls:
-        return Calls(self.request, self.count)
+    times: int = 1
 
 
 Call: TypeAlias = "Calls | array.array[int]"
@@ -88,7 +82,7 @@ class Recording:
 
     def __init__(self, host: Host, parent: Recording | None = None) -> None:
         before = parent.events if parent is not None else []
-        copied = (event if isinstance(event, Begun) else copy(event) for event in before)
+        copied = (event[:] if isinstance(event, array.array) else event for event in before)
         self.events: list[Begun | Call] = [*copied, Begun(host)]
         """The calls in order, beginning with the first ancestor of the sequence. A ``Begun``
         precedes the calls of each sequence."""
@@ -139,7 +133,7 @@ class Recording:
     def _add(self, request: bytes) -> None:
         last = self.events[-1]
         if isinstance(last, Calls) and last.request == request:
-            last.count += 1
+            self.events[-1] = Calls(request, last.times + 1)
         else:
             self.events.append(Calls(request))
             self._count(CALL_BYTES + len(request))
@@ -164,7 +158,7 @@ def repetitions(
     """The requests that repeat a call for the controller ``handle``, each with its CPU time limit
     in seconds. ``max_items``: maximum items of a request."""
     if isinstance(call, Calls):
-        for _ in range(call.count):
+        for _ in range(call.times):
             yield _repetition(call.request, handle, limits)
         return
     most = min(MAX_REPEATED, max_items)

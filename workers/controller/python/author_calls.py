@@ -99,7 +99,7 @@ class AuthorCalls:
 
 def author_line(trace: TracebackType | None) -> str:
     """Describes the innermost line of a traceback that belongs to the author's code. Lines of
-    Tokenbus and of libraries do not count. Empty if there is no such line."""
+    Tokenbus and of libraries do not count. The result is empty if only such lines are left."""
     frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""

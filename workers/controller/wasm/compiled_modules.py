@@ -219,7 +219,11 @@ class CompiledModules:
     def _place_to_compile(self, wait_s: float) -> Iterator[None]:
         """Takes one of ``AT_ONCE`` places. Raises UnavailableError if none becomes free within
         ``wait_s`` seconds."""
-        if not self._free_to_compile(wait_s):
+        taken = self._compiling.acquire(blocking=False)
+        if not taken and wait_s:
+            with waiting():
+                taken = self._compiling.acquire(timeout=wait_s)
+        if not taken:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"{AT_ONCE} modules are being compiled, which is the maximum; try again",
@@ -229,14 +233,6 @@ class CompiledModules:
             yield
         finally:
             self._compiling.release()
-
-    def _free_to_compile(self, wait_s: float) -> bool:
-        if self._compiling.acquire(blocking=False):
-            return True
-        if not wait_s:
-            return False
-        with waiting():
-            return self._compiling.acquire(timeout=wait_s)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:
         """The module in the file on disk, and the size of its compiled form; None if the file is

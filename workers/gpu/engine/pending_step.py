@@ -99,7 +99,7 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """The same rows as ``logits``, but without waiting for the forward. So only work that is
+        """The rows of ``logits``, returned before the forward has ended. So only work that is
         queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:

@@ -7,8 +7,8 @@ running sequences follow, and then waiting sequences are admitted. If blocks run
 preempted: its blocks are freed, and it is computed again later. The sequence that is *last in
 order* is preempted first: the sequence with the lowest priority, and among these the latest
 arrival. A *slot* is one of the ``max_num_seqs`` places for running sequences. Clients share the
-slots. If the first waiting sequence lacks a slot or blocks, and its client does not have a running
-sequence, sequences of the clients with the most running sequences are preempted
+slots. The first waiting sequence may lack a slot or blocks while its client does not have a running
+sequence. Then sequences of the clients with the most running sequences are preempted
 (``preemption.py``).
 """
 
@@ -482,10 +482,10 @@ class Scheduler:
 
     def _evict_for(self, sequence: Sequence) -> bool:
         """Called while no sequence runs. Preempts one sequence to free blocks for a waiting
-        sequence. Chooses another suspended or waiting sequence. If there is none, chooses a
-        deferred sequence with a lower rank than the waiting sequence. If there is none either, and
-        no sequence is deferred, frees the waiting sequence's own blocks. Returns False if no blocks
-        could be freed."""
+        sequence. A suspended or another waiting sequence is preempted first, then a deferred
+        sequence with a lower rank than the waiting sequence. If no sequence can be preempted and
+        none is deferred, frees the waiting sequence's own blocks. Returns False if no blocks could
+        be freed."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:

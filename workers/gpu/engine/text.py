@@ -15,8 +15,8 @@ from .stop_strings import State, StopStrings
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""This number of tokens at the end of the prompt is decoded together with the first new token,
-because the text of a token can depend on the tokens before it."""
+"""Number of tokens at the end of the prompt that are decoded together with the first new token. The
+text of a token can depend on the tokens before it."""
 MAX_PENDING_TOKENS = 4
 """Maximum number of tokens that wait for the end of a character. A character has at most 4 bytes in
 UTF-8. So an incomplete character has bytes of at most 3 tokens."""

@@ -6,10 +6,10 @@ model's earlier batches. An input above the bound is computed in chunks if the m
 chunk in each step, and other inputs have their turns between the chunks. Encoders refuse long
 inputs, because every state of an encoder depends on the whole input.
 
-An input that is computed in chunks has a KV cache. At most one such input of each *length class* is
-computed at a time, and the longest inputs of a class are less than twice as long as its shortest
-inputs. So an input never waits for the end of another user's much longer input, and all caches
-together have less than twice as many tokens as the longest input.
+An input that is computed in chunks has a KV cache. The worker computes at most one such input of
+each *length class* at a time. The longest inputs of a class are less than twice as long as its
+shortest inputs. So an input never waits for the end of another user's much longer input, and all
+caches together have less than twice as many tokens as the longest input.
 """
 
 from __future__ import annotations

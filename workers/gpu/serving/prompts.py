@@ -58,8 +58,8 @@ class RequestTexts(NamedTuple):
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # No further part is tokenized: the engine will refuse a request with this number of
-                # tokens, or the tokens are no longer needed.
+                # The engine will refuse a prompt of this length, or the request has ended. The
+                # other parts are not tokenized.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)

@@ -3,11 +3,14 @@ nothing in the tables."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -170,6 +173,24 @@ def test_the_refusal_of_a_grammar_does_not_refuse_it_to_another_tenant() -> None
     for tenant, make in (("eve", refuse), ("eve", lambda: "eve's"), ("ann", lambda: "ann's")):
         _run_of(tenant, partial(asks, make))
     assert found == ["too slow", "too slow", "ann's"]
+
+
+def test_a_cached_refusal_does_not_store_the_objects_of_the_compilation() -> None:
+    shared: Shared[str] = Shared(BOUND_S)
+    objects: list[weakref.ref[threading.Event]] = []
+
+    def refuse() -> str:
+        compiled = threading.Event()
+        objects.append(weakref.ref(compiled))
+        raise RefusedGrammar("too slow")
+
+    with contextlib.suppress(RefusedGrammar):
+        shared.get("key", refuse)
+    gc.collect()
+    assert objects[0]() is None
+    with pytest.raises(RefusedGrammar, match="too slow"):
+        shared.get("key", refuse)
+    assert len(objects) == 1
 
 
 @pytest.mark.process

@@ -75,7 +75,9 @@ class Shared(Generic[T]):
         except BaseException as error:
             flight.error = error
             if isinstance(error, RefusedGrammar | RequestError):
-                self._refused.add(own[0], own, (time.monotonic() + REFUSED_S, error))
+                # A copy is cached, because the traceback of the error refers to the grammar and to
+                # all objects of the compilation.
+                self._refused.add(own[0], own, (time.monotonic() + REFUSED_S, _again(error)))
             raise
         finally:
             with self._lock:

@@ -288,11 +288,13 @@ class Matchers:
         weakened: Weakened | None = None,
         unblamed: Collection[str] = (),
     ) -> Grammar:
-        """The compiled form of an ``LLMatcher.grammar_from_*`` text, which is not shared with other
-        tenants. Raises RefusedGrammar if the
-        grammar is not valid or exceeds the bounds. ``constraint``: the label of the compilation in
-        the metrics. ``weakened``: the schema against which values are checked, because masks do not
-        enforce all of it. ``unblamed``: see ``Processes.check``."""
+        """The tenant's compiled form of an ``LLMatcher.grammar_from_*`` text. Raises RefusedGrammar
+        if the grammar is not valid or exceeds the bounds.
+
+        ``constraint``: the label of the compilation in the metrics. ``weakened``: the schema
+        against which values are checked, because masks do not enforce all of it. ``unblamed``: see
+        ``Processes.check``.
+        """
         name, tenant = _name_of(vocabulary), tenant_of_thread()
         checked = "" if weakened is None else weakened.schema
         key = hashlib.sha256(f"{tenant}\n{name}\n{grammar}\n{checked}".encode()).digest()

@@ -4,9 +4,9 @@ A *completion* is a text that completes the text so far. Tokens are *spare* if `
 them in addition to the completion. A *string of any text* is a string that may contain every
 character.
 
-A restricted mask allows only tokens after which the text can certainly be completed. There are
-three kinds of such tokens: prefixes of the known completion, tokens that continue a string of any
-text, and tokens after which a search finds another completion that fits.
+A restricted mask allows only tokens after which the text can certainly be completed. Such a token
+is a prefix of the known completion, or continues a string of any text. Or a search finds another
+completion that fits after the token.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ _EMPTY = re.compile(rf"^{UNSATISFIABLE}.*, at the reference (\S+)$")
 """Matches the error about the target of a reference that allows no value. llguidance refuses such a
 reference even if its value is optional."""
 _UNBLAMED = (*MEASURES, UNSATISFIABLE)
-"""Errors after which a schema is relaxed. There is no search for the faulty part after such an
-error."""
+"""Errors after which a schema is relaxed without a search for the faulty part."""
 
 
 class _Relaxed(NamedTuple):

@@ -1,8 +1,8 @@
 """Beam search: each step keeps the most likely continuations of all beams together.
 
-Each beam is a sequence. In each step, a beam reads the distribution of the next token, writes the
-most likely tokens and the beam's score to a variable, and suspends until all beams have written.
-Each beam then computes which continuations are kept; all beams get the same result. If several
+Each beam is a sequence. In each step, a beam reads the distribution of the next token. It writes
+the most likely tokens and its score to a variable, and suspends until all beams have written. Each
+beam then computes which continuations are kept; all beams get the same result. If several
 continuations of a beam are kept, the beam forks. If none is kept, the beam stops. After the last
 step, only the sequence with the result remains.
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_COMPILED_VARIANTS = 64
 """Maximum number of compiled forms of one function; torch's default is 8. torch compiles a separate
 form for zero, one and several rows of logits, and for one and several tokens. If methods of several
-classes have the same decorator, they share the code of the decorator's wrapper. torch then counts
+classes have the same decorator, they share the code of the decorator's wrapper. So torch counts
 the forms of all these methods as forms of one function."""
 
 
