@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..protocol.keys import OwnKey, own_key
 from ..protocol.settings import load
-from .connection import Connection, ConnectionOptions
+from .connection import Connection
 from .lanes import Delivery
 from .request_options import Prompt
+from .session import ClientSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,9 @@ class BaseClient:
         if patience_s is None:
             patience_s = max(settings.session_timeout_s, options.keep_s)
         key = options.key or own_key(settings, "client")
-        self._connection = Connection(
-            ConnectionOptions(self.front, patience_s, key, options.session, options.keep_s), deliver
-        )
+        session = ClientSession(self.front, patience_s, time.monotonic(), options.session)
+        session.keep_s = options.keep_s
+        self._connection = Connection(session, key, deliver)
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
         """The contents of the buffers that this client has sent, by name. Recordings need them."""

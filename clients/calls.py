@@ -188,10 +188,9 @@ class Call:
 
     @property
     def resends_unknown(self) -> bool:
-        """For a stream that the broker does not know, because no worker has reported it: whether
-        the client sends the request again, even if ``retry_s`` is 0. Such a stream was lost: the
-        broker was restarted before it read the request, or the broker and the workers of the
-        request were lost."""
+        """Whether the client sends the request again if the broker reports its stream as unknown,
+        even if ``retry_s`` is 0. Such a stream was lost: the broker was restarted before it read
+        the request, or the broker and the workers of the request were lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -247,8 +246,8 @@ class Call:
         self.seen_messages[entry.seq] = max(had, after)
 
     def _ended_before(self) -> int:
-        """The number of sequences whose end an earlier attempt has delivered, but which are still
-        live in this attempt. In two attempts, sequences may end in a different order."""
+        """The number of sequences that are still live in this attempt, although an earlier attempt
+        has delivered their ends. In two attempts, sequences may end in a different order."""
         n = self.message.n if isinstance(self.message, Generate) else 1
         again = self.ends - self.ends_again
         return sum(seq < n or seq in self.counted for seq in again)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..protocol.errors import Code, ConnectionLostError, TokenbusError
 from ..protocol.frames import Frames
@@ -24,42 +23,26 @@ LINGER_MS = 500
 """When a client is closed, its last messages are sent for at most this time, in milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
-    """The broker of a client's connection, and the client's session there."""
-
-    front: str
-    """The address of the broker, or several addresses separated by commas."""
-    patience_s: float = 30.0
-    """Time for which calls wait for a broker that does not answer, in seconds."""
-    key: OwnKey | None = None
-    """The client's key; None if the broker does not use keys."""
-    session: str | None = None
-    """The token of a named session; None begins a new session."""
-    keep_s: float = 0.0
-    """Time for which the broker keeps the client's streams without a connection, in seconds."""
-
-
 class Connection:
     """Sends the calls of one client to a broker.
 
-    ``deliver`` receives the events of the calls on the connection's thread, and must not block. The
-    thread starts with the first call. Raises AddressError if ``options.front`` is not a ZeroMQ
-    address.
+    ``key``: the client's key; None if the broker does not use keys. ``deliver`` receives the events
+    of the calls on the connection's thread, and must not block. The thread starts with the first
+    call. Raises AddressError if ``session.front`` is not a ZeroMQ address.
     """
 
-    def __init__(self, options: ConnectionOptions, deliver: Callable[[Delivery], None]) -> None:
+    def __init__(
+        self, session: ClientSession, key: OwnKey | None, deliver: Callable[[Delivery], None]
+    ) -> None:
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
         """This lock is reentrant, because the garbage collector may close the client in a thread
         that has the lock."""
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
-        front, now = options.front, time.monotonic()
-        own = self._session = ClientSession(front, options.patience_s, now, options.session)
-        own.keep_s = options.keep_s
-        peer = _ClientPeer(own, self._commands, deliver, self._end)
-        self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=options.key)
+        self._session = session
+        peer = _ClientPeer(session, self._commands, deliver, self._end)
+        self._carrier = carrier(session.front, peer, "tokenbus", LINGER_MS, key=key)
 
     def carry_users(self) -> None:
         """Declares to the broker that the calls come from users without the operator's rights. Must

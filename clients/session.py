@@ -97,7 +97,7 @@ class ClientSession:
         """``token``: the token that the session shall have; None: the broker chooses the token. A
         session with a given token is *named*. If a session with this token exists already, this
         client takes over the session and its streams."""
-        self._front = front
+        self.front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
@@ -590,16 +590,16 @@ class ClientSession:
             self._forget(call, "timeout")
             what = f"the timeout of the request, {timeout_s:g} s, has expired"
             if not self._welcomed:
-                what += f"; the broker at {self._front} does not answer"
+                what += f"; the broker at {self.front} does not answer"
             self._end(call, RequestTimeoutError(Code.TIMEOUT, what))
         elif not self._welcomed:
             waited = now - max(self._offline_since, call.began)
             if waited > self._patience_s or (age_s > timeout_s and not call.tries):
-                what = no_broker(self._front)
+                what = no_broker(self.front)
                 self._end(call, ConnectionLostError(Code.CONNECTION_LOST, what))
             elif waited > HINT_S and not self._hinted:
                 self._hinted = True
-                log.warning("%s (waiting for %g s)", no_broker(self._front), self._patience_s)
+                log.warning("%s (waiting for %g s)", no_broker(self.front), self._patience_s)
         elif call.resend_at is not None:
             if now >= call.resend_at:
                 call.resend_at = None

@@ -3,6 +3,8 @@ free for other clients."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
     """Whether a client may take ``size`` more units of a resource with ``capacity`` units. The
@@ -25,3 +27,38 @@ def max_share(own: int, total: int, capacity: int) -> int:
     the units that they have. The same rule then divides these units among the users of the
     client."""
     return (capacity - total + own + 1) // 2
+
+
+class Shares:
+    """Counts the units of a bounded resource that each client has."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.total = 0
+        """Number of units that all clients have together."""
+        self._of_client = Counter[str]()
+
+    @property
+    def free(self) -> int:
+        """Number of units that no client has."""
+        return self.capacity - self.total
+
+    def of(self, client: str) -> int:
+        """Number of units that a client has."""
+        return self._of_client[client]
+
+    def fits(self, client: str, size: int = 1) -> bool:
+        """Whether a client may take ``size`` more units (``fits_share``)."""
+        return fits_share(self._of_client[client], self.total, self.capacity, size)
+
+    def take(self, client: str, size: int = 1) -> None:
+        """Counts ``size`` more units of a client, even if they do not fit."""
+        self._of_client[client] += size
+        self.total += size
+
+    def give_back(self, client: str, size: int = 1) -> None:
+        """Stops counting ``size`` units of a client."""
+        self._of_client[client] -= size
+        self.total -= size
+        if not self._of_client[client]:
+            del self._of_client[client]

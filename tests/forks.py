@@ -43,7 +43,7 @@ IMPORTS = {
     "tokenbus.broker": ("tokenbus.broker.server",),
     "tokenbus.clients.gateway": (
         "tokenbus.clients.gateway.app",
-        "tokenbus.clients.gateway.keys",
+        "tokenbus.clients.gateway.users.keys",
         "tokenbus.clients.gateway.connections.server",
     ),
 }

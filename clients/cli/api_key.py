@@ -11,7 +11,7 @@ from typing import Any
 
 from ...protocol.keys import OwnKey
 from ...protocol.settings import Settings
-from ..gateway.keys import OPERATOR, hash_of, new_key
+from ..gateway.users.keys import OPERATOR, hash_of, new_key
 from .exits import WRONG_USAGE
 
 Subparsers = Any

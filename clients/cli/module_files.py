@@ -129,7 +129,7 @@ def _checked(source: Path, diagnostics: str) -> str:
 
     The SDK declares the four functions in ``CALLS``. If a controller defines another function
     ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared.
-    clang also warns about functions with other names; these warnings are left out.
+    clang's warnings about functions with other names are left out.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

@@ -28,7 +28,7 @@ def _serve(leaving: Leaving | None) -> int:
     try:
         from .app import build
         from .connections.server import BindError, GatewayServer, check_tls, listen
-        from .keys import ApiKeys, KeyFileError
+        from .users.keys import ApiKeys, KeyFileError
     except ImportError as error:
         print(
             f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs its packages",

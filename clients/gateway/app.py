@@ -36,10 +36,10 @@ from . import (
 from .connections.connection_shares import CountConnections
 from .context import Gateway
 from .errors import ApiError, as_api_error
-from .keys import ApiKeys
-from .security import OriginCheck, RequireKey
 from .stored import requests as responses
 from .traffic import Traffic
+from .users.keys import ApiKeys
+from .users.security import OriginCheck, RequireKey
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .. import AsyncClient
 from .connections.connection_shares import ConnectionShares
-from .idempotency import NamedRequests
 from .models import ModelTable
 from .stored.responses import StoredResponses
 from .templates.templates import Templates
 from .traffic import Counts
 from .tunnels.tunnels import Tunnels
-from .turns import Turns, current_tenant
-from .user_shares import SharedClient, UserShares
+from .users.idempotency import NamedRequests
+from .users.turns import Turns, current_tenant
+from .users.user_shares import SharedClient, UserShares
 
 
 class Gateway:

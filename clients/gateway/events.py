@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .idempotency import NumberedEvents
 from .json import encode
+from .users.idempotency import NumberedEvents
 
 T = TypeVar("T")
 

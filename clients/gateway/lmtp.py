@@ -7,7 +7,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from .context import gateway_of
-from .security import SUBPROTOCOL
+from .users.security import SUBPROTOCOL
 
 
 def routes() -> list[BaseRoute]:

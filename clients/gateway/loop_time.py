@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
-from .turns import Turns, current_user
+from .users.turns import Turns, current_user
 
 T = TypeVar("T")
 
@@ -23,8 +23,8 @@ class LoopTime:
         self._turns = Turns()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` and returns its result. Other requests are served before, if the time of
-        this pass is used up."""
+        """Runs ``work`` and returns its result. If the time of this pass is used up, other requests
+        are served first."""
         if self._spent_s < self._max_s:
             return self._timed(work)
         async with self._turns.of(current_user.get()):

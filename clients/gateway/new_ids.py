@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from .idempotency import current_named
+from .users.idempotency import current_named
 
 
 def new_id(prefix: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
 from .loop_time import LoopTime
-from .turns import Turns, current_user, on_thread
+from .users.turns import Turns, current_user, on_thread
 
 T = TypeVar("T")
 

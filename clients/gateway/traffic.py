@@ -18,8 +18,8 @@ from ...protocol.logs import task_ids
 from ...protocol.metrics import OTHER, REQUEST_S, Histogram, Series
 from ...protocol.tracing import TraceContext
 from ..tracing import Origin, origin
-from .idempotency import current_named
-from .turns import current_user
+from .users.idempotency import current_named
+from .users.turns import current_user
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

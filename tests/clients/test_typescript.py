@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Route, sync_playwright
-from tokenbus.clients.gateway.keys import hash_of, new_key
+from tokenbus.clients.gateway.users.keys import hash_of, new_key
 from tokenbus.clients.typescript.generate import OUTPUT, typescript
 
 from ..processes import Bus, Gateway

@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from compose_viz.spec.compose_spec import ComposeSpecification
 from tokenbus.clients.cli.main import main
-from tokenbus.clients.gateway.security import OPEN_PATHS
+from tokenbus.clients.gateway.users.security import OPEN_PATHS
 from tokenbus.protocol.endpoints import host_and_port, is_loopback
 from tokenbus.protocol.settings import Settings, resolve
 

@@ -39,10 +39,10 @@ from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
 from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from tokenbus.clients.gateway.security import OriginCheck, keys_of
 from tokenbus.clients.gateway.tunnels.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.tunnels.tunnel_requests import TunnelRequests
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.security import OriginCheck, keys_of
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.lines import error_line, line_frames
 from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES

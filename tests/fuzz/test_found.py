@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from starlette.datastructures import Headers
-from tokenbus.clients.gateway.security import keys_of
+from tokenbus.clients.gateway.users.security import keys_of
 from tokenbus.clients.session import ClientSession
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.errors import RequestError

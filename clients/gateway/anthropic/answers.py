@@ -83,9 +83,8 @@ class MessageAnswer(Struct):
 class MessageAnswers:
     """Makes the answers about one message from its turns."""
 
-    def __init__(self, turns: AnswerTurns, max_tokens: int) -> None:
+    def __init__(self, turns: AnswerTurns) -> None:
         self._turns = turns
-        self._max_tokens = max_tokens
 
     def block(self, part: AnswerPart | MadeCall, empty: bool = False) -> AnswerBlock:
         """The content block for a part. ``empty``: the block has no text or input, as in the event
@@ -112,7 +111,8 @@ class MessageAnswers:
         last = turns.turns[-1].sequences.get(0)
         if turns.end in STOPPED and last is not None and isinstance(last.stop, str):
             return Ended("stop_sequence", last.stop)
-        if turns.end == "length" and turns.counter.completion < self._max_tokens:
+        limit = turns.plan.request.limit
+        if turns.end == "length" and limit is not None and turns.counter.completion < limit:
             return Ended("model_context_window_exceeded", None)
         if turns.end == "error" and turns.made:
             # To continue the answer, the client may send back the calls that the gateway has made.

@@ -58,7 +58,7 @@ async def count_tokens(request: Request) -> Response:
 async def _begin(gateway: Gateway, body: CreateMessage, ignored: Ignored) -> MessageJob:
     body.check()
     turns = AnswerTurns.begin(await plan(gateway, body, ignored))
-    return MessageJob(turns, MessageAnswers(turns, body.max_tokens))
+    return MessageJob(turns)
 
 
 @dataclass
@@ -66,9 +66,11 @@ class MessageJob:
     """One request for a message."""
 
     turns: AnswerTurns
-    answers: MessageAnswers
     _open: int | None = None
     """The index of the block that is open. At most one block is open at a time."""
+
+    def __post_init__(self) -> None:
+        self.answers = MessageAnswers(self.turns)
 
     async def whole(self) -> MessageAnswer:
         """The message when it has ended."""
@@ -104,7 +106,8 @@ class MessageJob:
                     started = True
                 if parts:
                     yield b"".join(parts)
-        fields = {} if answers.receipt is None else {"tokenbus": answers.receipt}
+        receipt = answers.receipt
+        fields = {} if receipt is None else {"tokenbus": receipt}
         last = _event("message_delta", delta=answers.ended, usage=answers.usage, **fields)
         yield b"".join(self._end()) + last + _event("message_stop")
 

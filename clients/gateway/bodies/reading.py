@@ -15,8 +15,8 @@ from ....protocol.expected_values import MAX_REPEATED_BYTES
 from ....protocol.messages import MAX_BODY_BYTES
 from ..context import Gateway, gateway_of
 from ..errors import ApiError
-from ..idempotency import HEADER, LAST_EVENT, current_named
-from ..turns import current_user, on_thread
+from ..users.idempotency import HEADER, LAST_EVENT, current_named
+from ..users.turns import current_user, on_thread
 from .content_encoding import decoder_of
 from .leniency import Ignored, decode, decode_valid
 from .value_counts import MAX_STRINGS, SMALL_BODY_BYTES, ValueCounts

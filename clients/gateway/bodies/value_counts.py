@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SMALL_BODY_BYTES = 256 * 1024
-"""If the JSON texts have at most this number of bytes together, their values are not counted."""
+"""If the JSON texts have at most this number of bytes together, they may have any number of
+values."""
 MAX_STRINGS = 65_536
 """Maximum number of strings in a body, including field names. Decoding creates a Python object for
 each string, and blocks the event loop during this time."""

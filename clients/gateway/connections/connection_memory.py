@@ -6,8 +6,10 @@ process have a bound of their own. Afterwards they count towards the user's shar
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum, auto
 
+from ....protocol.errors import UnavailableError
 from .memory import ByteShares, Held
 
 ORDINARY_BYTES = 8 * 1024
@@ -35,9 +37,8 @@ def early_shares(max_bytes: int = MAX_EARLY_BYTES) -> ByteShares:
 
 
 class ConnectionMemory:
-    """The memory of one connection beyond ``ORDINARY_BYTES``. The protocol calls ``resize``,
-    ``begin`` and ``lost``. ``CountConnections`` finds the object in the ASGI scope, and calls
-    ``known``."""
+    """The memory of one connection beyond ``ORDINARY_BYTES``. ``CountConnections`` finds the object
+    in the ASGI scope, and calls ``known``. The protocol calls the other methods."""
 
     SCOPE_KEY = "tokenbus.memory"
 
@@ -57,9 +58,17 @@ class ConnectionMemory:
         self._held.resize(max(total - ORDINARY_BYTES, 0))
         self._sizes[part] = size
 
+    def count_unread(self, transport: asyncio.Transport) -> None:
+        """Counts the sent bytes that the client has not read. If they do not fit, aborts the
+        connection, because further bytes cannot be sent."""
+        try:
+            self.resize(Part.UNREAD, transport.get_write_buffer_size())
+        except UnavailableError:
+            transport.abort()
+
     def begin(self) -> None:
-        """Called when a request begins, whose user is not known. Raises UnavailableError if the
-        bytes do not fit the share of the address."""
+        """Called when a request begins. The user of the request is not known yet. Raises
+        UnavailableError if the bytes do not fit the share of the address."""
         self.resize(Part.HEAD, 0)
         self._held.move(self._early, self._address)
 

@@ -6,16 +6,14 @@ So each user may have only a share of such connections.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....protocol.errors import Code, UnavailableError
-from ....protocol.shares import fits_share
+from ....protocol.shares import Shares
 from ..errors import UserLimitError, from_tokenbus
-from ..security import refuse
 from ..traffic import PROBES
-from ..turns import current_user
+from ..users.security import refuse
+from ..users.turns import current_user
 from .connection_memory import ConnectionMemory
 
 
@@ -24,28 +22,21 @@ class ConnectionShares:
     WebSockets. All users together may occupy ``max_connections``."""
 
     def __init__(self, max_connections: int) -> None:
-        self._max_connections = max_connections
-        self._total = 0
-        self._of_user = Counter[str]()
+        self._shares = Shares(max_connections)
 
     def take(self, user: str) -> None:
         """Counts a connection of a user; raises UserLimitError."""
-        own = self._of_user[user]
-        if not fits_share(own, self._total, self._max_connections):
+        if not self._shares.fits(user):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
-                f"you have {own} open requests and WebSockets, and this gateway allows "
-                f"{self._max_connections} for all users together; close some",
+                f"you have {self._shares.of(user)} open requests and WebSockets, and this gateway "
+                f"allows {self._shares.capacity} for all users together; close some",
             )
-        self._of_user[user] = own + 1
-        self._total += 1
+        self._shares.take(user)
 
     def give_back(self, user: str) -> None:
         """Stops counting a connection of a user."""
-        self._total -= 1
-        self._of_user[user] -= 1
-        if not self._of_user[user]:
-            del self._of_user[user]
+        self._shares.give_back(user)
 
 
 class CountConnections:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 
-from ....protocol.shares import fits_share
+from ....protocol.shares import Shares
 
 MAX_HANDSHAKES = 4096
 """Maximum number of unfinished handshakes of one process. Each takes about 60 KB. One address may
@@ -40,7 +39,8 @@ class Handshakes:
         self._protocol = protocol
         self._running: dict[asyncio.Task[None], str] = {}
         """The address of the client of each handshake. The oldest handshake is the first."""
-        self._of_address = Counter[str]()
+        self._shares = Shares(MAX_HANDSHAKES)
+        """The number of handshakes in ``_running``, by the client's address."""
 
     @property
     def busy(self) -> bool:
@@ -50,15 +50,15 @@ class Handshakes:
     def begin(self, connection: socket.socket) -> None:
         """Begins the handshake of an accepted connection."""
         address = _address_of(connection)
-        own, total = self._of_address[address], len(self._running)
-        if not fits_share(own, total, MAX_HANDSHAKES):
-            self._abort_oldest(address if own else None)
+        if not self._shares.fits(address):
+            self._abort_oldest(address if self._shares.of(address) else None)
         task = asyncio.ensure_future(self._shake(connection))
         self._running[task] = address
-        self._of_address[address] += 1
-        task.add_done_callback(self._ended)
+        self._shares.take(address)
+        task.add_done_callback(self._forget)
 
     async def _shake(self, connection: socket.socket) -> None:
+        # A client may end the handshake or send wrong data. asyncio logs all other errors.
         with suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._protocol, connection, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_S
@@ -71,17 +71,10 @@ class Handshakes:
             self._forget(oldest)
             oldest.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._forget(task)
-        if not task.cancelled():
-            task.exception()  # Marks the error as retrieved, so that asyncio does not log it.
-
     def _forget(self, task: asyncio.Task[None]) -> None:
         address = self._running.pop(task, None)
         if address is not None:
-            self._of_address[address] -= 1
-            if not self._of_address[address]:
-                del self._of_address[address]
+            self._shares.give_back(address)
 
 
 class TlsListener:
@@ -93,7 +86,6 @@ class TlsListener:
         self._handshakes = handshakes
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
-        listener.setblocking(False)
         self._listen()
 
     def close(self) -> None:

@@ -87,7 +87,11 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles a new connection of a client."""
         self._joined = joined = cast(Any, JoinedHeads(transport, self.loop))
         self._reading = PacedTransport(
-            joined, self.loop, self._parse, self._is_pipelined, self._count_unparsed
+            joined,
+            self.loop,
+            self._parse,
+            self._is_pipelined,
+            partial(self._count, Part.UNPARSED),
         )
         super().connection_made(cast(Any, self._reading))
         transport.set_write_buffer_limits(high=MAX_SENT_BYTES)
@@ -213,9 +217,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_in_time()
         super().on_message_complete()
 
-    def _count_unparsed(self, size: int) -> None:
-        self._count(Part.UNPARSED, size)
-
     def _count(self, part: Part, size: int) -> None:
         """Counts the bytes of the current head or of unparsed data. The head is in memory until the
         next request begins or the connection ends."""
@@ -280,21 +281,13 @@ class BoundedHttp(HttpToolsProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered answer."""
         self._reading.writing_resumed()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         super().resume_writing()
-
-    def _count_unread(self) -> None:
-        """Counts the bytes of the answer that the client has not read. If they do not fit, the
-        connection is aborted, because the answer cannot be completed."""
-        try:
-            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
-        except UnavailableError:
-            self.transport.abort()
 
     # --- refusals -------------------------------------------------------------------------------
 

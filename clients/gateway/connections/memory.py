@@ -7,11 +7,10 @@ and the bodies of requests with their decoded values.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from ....protocol.errors import Code, UnavailableError
-from ....protocol.shares import fits_share
+from ....protocol.shares import Shares
 from ..errors import UserLimitError
 
 
@@ -26,38 +25,33 @@ class ByteShares:
     ) -> None:
         """``what``: the name of the counted memory in errors. ``retry_after_s``: returns the number
         of seconds after which a refused client should try again."""
-        self._max_bytes = max_bytes
         self._what = what
         self._retry_after_s = retry_after_s
-        self._total = 0
-        self._of_user = Counter[str]()
+        self._shares = Shares(max_bytes)
 
     @property
     def free(self) -> int:
         """Number of bytes that are not occupied."""
-        return self._max_bytes - self._total
+        return self._shares.free
 
     def take(self, user: str, size: int) -> None:
         """Counts ``size`` more bytes of a user. Raises UnavailableError, and counts nothing, if
         they do not fit."""
-        own = self._of_user[user]
-        if not fits_share(own, self._total, self._max_bytes, size):
+        if not self._shares.fits(user, size):
+            own = self._shares.of(user)
             kind = UserLimitError if own else UnavailableError
             raise kind(
                 Code.CLIENT_LIMIT if own else Code.QUEUE_FULL,
                 f"{self._what} would have {own + size} bytes, and those of all users "
-                f"{self._total + size} of at most {self._max_bytes}; try again later, or send less",
+                f"{self._shares.total + size} of at most {self._shares.capacity}; try again later, "
+                "or send less",
                 retry_after_s=self._retry_after_s(),
             )
-        self._of_user[user] = own + size
-        self._total += size
+        self._shares.take(user, size)
 
     def give_back(self, user: str, size: int) -> None:
         """Stops counting ``size`` bytes of a user."""
-        self._total -= size
-        self._of_user[user] -= size
-        if not self._of_user[user]:
-            del self._of_user[user]
+        self._shares.give_back(user, size)
 
 
 class Held:

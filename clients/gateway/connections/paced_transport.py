@@ -44,8 +44,6 @@ class PacedTransport(UnreadTransport):
         self._parse = parse
         self._held = held
         self._count = count
-        self._counted = 0
-        """The number of bytes that ``count`` has received last."""
         self._rest = memoryview(b"")
         """Received data that is not parsed yet."""
         self._paused = False
@@ -76,14 +74,17 @@ class PacedTransport(UnreadTransport):
         if self._next is None:
             self._parse_pieces()
         else:
-            self._count_rest()
+            self._count(self._rest_bytes)
 
     def proceed(self) -> None:
         """Schedules the parsing of the remaining data. Lets the transport read only if all data is
         parsed and parsing is not stopped."""
-        self._count_rest()
+        if not self.transport.is_closing():
+            self._count(self._rest_bytes)
         if self.transport.is_closing():
+            # ``count`` may have closed the transport.
             self._rest = memoryview(b"")
+            self._count(0)
             return
         waits = self.waits
         if self._rest and not waits and self._next is None:
@@ -103,12 +104,11 @@ class PacedTransport(UnreadTransport):
         self._held = lambda: False
         self.proceed()
 
-    def _count_rest(self) -> None:
-        # A part of the received data keeps all of the data in memory.
-        size = len(cast(bytes, self._rest.obj))
-        if size != self._counted:
-            self._counted = size
-            self._count(size)
+    @property
+    def _rest_bytes(self) -> int:
+        """Number of bytes that ``_rest`` occupies. A part of the received data keeps all of the
+        data in memory."""
+        return len(cast(bytes, self._rest.obj))
 
     def _parse_pieces(self) -> None:
         self._next = None

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
+from websockets.protocol import State
 
 from ....protocol.errors import UnavailableError
-from .connection_memory import ConnectionMemory, Part, early_shares
+from .connection_memory import ConnectionMemory, Part
 from .message_memory import MessageMemory
 from .paced_transport import PacedTransport
 
@@ -53,12 +54,10 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     _late: asyncio.TimerHandle | None = None
     """The timer that closes the WebSocket if the rest of a message arrives too late."""
 
-    def __init__(
-        self, *arguments: Any, memory: ConnectionMemory | None = None, **named: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, memory: ConnectionMemory, **named: Any) -> None:
         """``memory``: the memory of the connection, which includes the head of the upgrade."""
         super().__init__(*arguments, **named)
-        self._memory = memory or ConnectionMemory(early_shares(), "")
+        self._memory = memory
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Handles the upgrade of a connection to a WebSocket."""
@@ -100,14 +99,14 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         self._reading.proceed()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered messages."""
         super().resume_writing()
         self._reading.writing_resumed()
-        self._count_unread()
+        self._memory.count_unread(self.transport)
         self._reading.proceed()
 
     def keepalive_timeout(self) -> None:
@@ -201,14 +200,6 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         except UnavailableError as error:
             self._refuse(error.message[:120], TRY_AGAIN_LATER)
 
-    def _count_unread(self) -> None:
-        """Counts the sent bytes that the client has not read. If they do not fit, the connection is
-        aborted, because further messages could not be sent."""
-        try:
-            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
-        except UnavailableError:
-            self.transport.abort()
-
     def _count_control_frame(self) -> None:
         now = self.loop.time()
         if now - self._counted_since >= 1.0:
@@ -218,8 +209,9 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self._refuse(f"more than {MAX_CONTROL_FRAMES} pings and pongs in a second; send fewer")
 
     def _refuse(self, reason: str, code: int = POLICY_VIOLATION) -> None:
-        if self.close_sent:
-            # The closing handshake has begun, and the client sends a large message instead.
+        if self.close_sent or self.conn.state is State.CONNECTING:
+            # A close frame cannot be sent: it was sent before, or the application has not accepted
+            # the WebSocket yet.
             self.transport.abort()
             return
         self.frames = []

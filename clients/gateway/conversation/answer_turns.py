@@ -19,7 +19,7 @@ from ....protocol.messages import Token
 from ... import GeneratedSequence
 from ..bodies.leniency import Ignored
 from ..errors import ApiError, as_api_error
-from ..idempotency import current_named
+from ..users.idempotency import current_named
 from .answers import Answer, AnswerPart
 from .bus_tools import make_calls, not_made
 from .constraints import Receipt
@@ -40,6 +40,9 @@ keeps the results until the answer ends."""
 STREAMS_PER_TURN = 64
 """Number of stream numbers (``NamedRequest.number_from``) that each turn of a request with an
 idempotency key reserves. The turn uses one for itself, and one for each of its calls."""
+
+ID_BYTES = 8
+"""Number of bytes that are counted for each token id of a prompt."""
 
 
 class TurnStream(Protocol):
@@ -118,10 +121,6 @@ class Made:
     """An event: the gateway has made the calls of one turn."""
 
     turn: ModelTurn
-
-
-ID_BYTES = 8
-"""The bytes that are counted for a token id of a prompt."""
 
 
 class AnswerTurns:

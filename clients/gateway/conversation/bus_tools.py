@@ -21,7 +21,7 @@ from ... import AsyncStream
 from ...request_options import ASK_S, status_call
 from ..context import Gateway
 from ..errors import ApiError, from_tokenbus, invalid_field
-from ..idempotency import HEADER, current_named
+from ..users.idempotency import HEADER, current_named
 from .made_calls import MadeCall
 from .parts import Call
 from .planning import Prepared

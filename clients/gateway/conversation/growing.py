@@ -67,28 +67,36 @@ class GrowingChoices:
         return removed, text, choice
 
 
-class Step(NamedTuple):
-    """New text of one sequence, from entries that have arrived together."""
+class TextStep(NamedTuple):
+    """New text of one sequence, from entries that have only text."""
 
     seq: int
     text: str
-    entry: Token | None = None
-    """The last entry, if it has more than text; otherwise None."""
-    removed: int = 0
+
+
+class EntryStep(NamedTuple):
+    """New text of one sequence, and the last entry of the text, which has more than text."""
+
+    entry: Token
+    text: str
+    removed: int
     """Number of characters that ``entry`` removes from the earlier text."""
-    choice: GrowingChoice | None = None
-    """The sequence so far, if ``entry`` is given."""
+    choice: GrowingChoice
+    """The sequence so far."""
 
     def receipt(self, ended: Receipt | None) -> Receipt | None:
         """The receipt of a chunk for this step. ``ended``: the receipt of the ended sequence, if
         the step is its last one."""
         entry = self.entry
-        if entry is None or not (self.removed or entry.messages or entry.waiting):
+        if not (self.removed or entry.messages or entry.waiting):
             return ended
         receipt = ended or Receipt()
         receipt.backtrack = self.removed
         receipt.messages, receipt.waiting = list(entry.messages), entry.waiting
         return receipt
+
+
+Step = TextStep | EntryStep
 
 
 class Steps:
@@ -104,8 +112,7 @@ class Steps:
         self._choices = GrowingChoices(form)
 
     def take(self, entries: Sequence[Token]) -> list[Step]:
-        """Adds entries; returns the steps that they make. Steps without text are left out unless
-        they have an entry."""
+        """Adds entries; returns the steps that they make."""
         steps: list[Step] = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -122,8 +129,8 @@ class Steps:
                 texts[seq] = before + text
                 continue
             if removed and before:
-                steps.append(Step(seq, before))
+                steps.append(TextStep(seq, before))
                 before = ""
-            steps.append(Step(seq, before + text, entry, removed, choice))
-        steps += [Step(seq, text) for seq, text in texts.items() if text]
+            steps.append(EntryStep(entry, before + text, removed, choice))
+        steps += [TextStep(seq, text) for seq, text in texts.items() if text]
         return steps

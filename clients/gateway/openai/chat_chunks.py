@@ -12,7 +12,7 @@ from ..conversation.answer_turns import AnswerTurns, ModelTurn
 from ..conversation.answers import Piece
 from ..conversation.constraints import Receipt
 from ..conversation.endings import End, end_of
-from ..conversation.growing import Step, Steps
+from ..conversation.growing import EntryStep, Steps, TextStep
 from ..conversation.parts import Call, Text, Thinking
 from ..events import DONE, event
 from ..json import encode
@@ -80,7 +80,7 @@ class ChatChunks:
             self._begin_turn(turn)
         parts = [self._begin(one.seq) for one in entries if one.seq not in self._heads]
         for step in self._steps.take(entries):
-            parts += self._text(step) if step.entry is None else self._whole(step, step.entry)
+            parts += self._text(step) if isinstance(step, TextStep) else self._whole(step)
         return b"".join(parts)
 
     def end(self) -> bytes:
@@ -104,8 +104,7 @@ class ChatChunks:
         self._heads[seq] = first.partition(b'"role":')[0] + b'"content":'
         return first
 
-    def _text(self, step: Step) -> list[bytes]:
-        """The chunks of a step that has only text."""
+    def _text(self, step: TextStep) -> list[bytes]:
         if self._turn.prepared.form is not None:
             pieces = self._turn.answer(step.seq).feed(step.text)
             return [self._chunk(step.seq, delta) for delta in self._deltas(step.seq, pieces)]
@@ -113,21 +112,22 @@ class ChatChunks:
             return [self._chunk(step.seq, Delta(content=step.text))]
         return [self._heads[step.seq] + encode(step.text) + self._tail]
 
-    def _whole(self, step: Step, entry: Token) -> list[bytes]:
-        """The chunks of a step whose last entry, ``entry``, has more than text."""
-        text = step.text
+    def _whole(self, step: EntryStep) -> list[bytes]:
+        entry, seq, text = step.entry, step.entry.seq, step.text
         logprobs = reason = ended = None
         if self._tops is not None and entry.token is not None:
             sampled = Sampled.of_entry(entry, text)
             logprobs = ChatLogprobs.of(self._model, [sampled], self._tops)
-        deltas, called = [Delta(content=text)] if text else [], False
+        deltas = [Delta(content=text)] if text else []
+        answer = None
         if self._turn.prepared.form is not None:
-            answer = self._turn.answer(step.seq)
+            answer = self._turn.answer(seq)
             pieces = answer.feed(text)
             if entry.finish_reason is not None:
                 pieces += answer.end()
-            deltas, called = self._deltas(step.seq, pieces), answer.called
-        if entry.finish_reason is not None and step.choice is not None and not self._turns.served:
+            deltas = self._deltas(seq, pieces)
+        if entry.finish_reason is not None and not self._turns.served:
+            called = answer is not None and answer.called
             reason = reason_of(end_of(entry.finish_reason, called, entry.constraint), self._older)
             ended = self._turn.prepared.receipt_of(step.choice, entry)
         receipt = step.receipt(ended)
@@ -139,7 +139,7 @@ class ChatChunks:
         last = len(deltas) - 1
         return [
             self._chunk(
-                entry.seq,
+                seq,
                 delta,
                 logprobs if i == 0 else None,
                 reason if i == last else None,

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from ....protocol.messages import Token
 from ..conversation.constraints import Receipt
 from ..conversation.endings import end_of, receipt_of
-from ..conversation.growing import Step, Steps
+from ..conversation.growing import EntryStep, Steps, TextStep
 from ..events import DONE, event
 from ..generation.counter import Counter
 from ..generation.generations import Prompt
@@ -75,8 +75,8 @@ class CompletionChunks:
         report. ``place``: the index of the prompt."""
         return b"".join(
             self._text(place, step.seq, step.text)
-            if step.entry is None
-            else self._whole(place, step.entry, step)
+            if isinstance(step, TextStep)
+            else self._whole(place, step)
             for step in self._steps[place].take(entries)
         )
 
@@ -110,9 +110,9 @@ class CompletionChunks:
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail
 
-    def _whole(self, place: int, entry: Token, step: Step) -> bytes:
-        """The chunk of a step whose last entry, ``entry``, has more than text."""
-        index, text = self._indexes.of(place, entry.seq), step.text
+    def _whole(self, place: int, step: EntryStep) -> bytes:
+        entry, text = step.entry, step.text
+        index = self._indexes.of(place, entry.seq)
         logprobs = None
         if self._logprobs is not None:
             offset = self._offsets.get(index, 0) - step.removed
@@ -121,7 +121,7 @@ class CompletionChunks:
                 sampled = Sampled.of_entry(entry, text)
                 logprobs = completion_logprobs(self._model, sampled, self._logprobs, offset)
         reason = ended = None
-        if entry.finish_reason is not None and step.choice is not None:
+        if entry.finish_reason is not None:
             reason = end_of(entry.finish_reason)
             ended = receipt_of(self._constraint, step.choice, entry)
         receipt = step.receipt(ended)

@@ -102,17 +102,14 @@ class ResponseJob:
     async def begin(
         cls,
         gateway: Gateway,
-        body: ResponsesRequest,
-        items: InputItems,
-        ignored: Ignored,
+        question: ResponseQuestion,
         id: str = "",
         recorded: Mapping[str, MadeCall] | None = None,
     ) -> ResponseJob:
-        """Begins the generation. ``items``: the whole input. ``recorded``: the calls that an
-        earlier gateway made for the response, by id; None if the response is not in the background.
-        Raises ApiError."""
-        question = ResponseQuestion(body, items, ignored)
-        turns = AnswerTurns.begin(await plan(gateway, question, ignored, recorded))
+        """Begins the generation. ``recorded``: the calls that an earlier gateway made for the
+        response, by id; None if the response is not in the background. Raises ApiError."""
+        body = question.body
+        turns = AnswerTurns.begin(await plan(gateway, question, question.ignored, recorded))
         logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
         job = cls(body, turns, Output(logprobs, question.offered), id or new_id("resp_"))
         job.stored = body.store is not False

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from ....protocol.messages import Token
 from ..conversation.answer_turns import ModelTurn
 from ..conversation.answers import AnswerPart, Piece
-from ..conversation.growing import Step, Steps
+from ..conversation.growing import EntryStep, Step, Steps
 from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
 from ..events import event
@@ -98,18 +98,19 @@ class Output:
         return b"".join(parts)
 
     def _step(self, turn: ModelTurn, step: Step) -> Iterator[bytes]:
-        if step.removed:
+        entry = step.entry if isinstance(step, EntryStep) else None
+        if isinstance(step, EntryStep) and step.removed:
             yield self._take_back(step.removed)
         if turn.prepared.form is not None:
             pieces = turn.answer().feed(step.text)
-            if step.entry is not None and step.entry.finish_reason is not None:
+            if entry is not None and entry.finish_reason is not None:
                 pieces += turn.answer().end()
             for piece in pieces:
                 yield from self._piece(piece)
             return
         logprobs: list[TokenLogprob] = []
-        if self._logprobs is not None and step.entry is not None:
-            sampled = Sampled.of_entry(step.entry, step.text)
+        if self._logprobs is not None and entry is not None:
+            sampled = Sampled.of_entry(entry, step.text)
             logprobs = token_logprobs(turn.prepared.model, sampled, self._logprobs)
         if step.text or logprobs:
             if not self._growing:

@@ -18,7 +18,7 @@ from ....protocol.messages import Rollout
 from ...operator import AsyncOperator
 from ..context import gateway_of
 from ..errors import ApiError
-from ..turns import current_tenant
+from ..users.turns import current_tenant
 
 MAKE_KEY = "make an API key with 'tokenbus api-key NAME --operator'"
 

@@ -32,12 +32,12 @@ from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, as_api_error, from_tokenbus
 from ..events import EventStream, event
-from ..idempotency import current_named
 from ..json import json_response
 from ..new_ids import new_id
 from ..openai.response_bodies import Failure, ResponsesRequest
-from ..openai.response_jobs import ResponseJob
-from ..turns import current_user
+from ..openai.response_jobs import ResponseJob, ResponseQuestion
+from ..users.idempotency import current_named
+from ..users.turns import current_user
 from .database import MAX_RESPONSE_BYTES, Database, Item, Stored
 from .inputs import ResponseInput, read_input, stored_input
 from .recorded import recorded_calls
@@ -209,9 +209,8 @@ class BackgroundTask:
             with self._gateway.shares.request():
                 await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
-                job = await ResponseJob.begin(
-                    self._gateway, body, given.items, ignored, self._id, recorded
-                )
+                question = ResponseQuestion(body, given.items, ignored)
+                job = await ResponseJob.begin(self._gateway, question, self._id, recorded)
                 job.before_calls = self._save
                 with closing(job.turns):
                     await self._begin(job, given)

@@ -20,7 +20,7 @@ from ..generation.respond import respond
 from ..json import json_response
 from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
 from ..openapi import Operation
-from ..turns import current_user
+from ..users.turns import current_user
 from .background import PATH, adopt, background_response, stored_events
 from .database import ContextTooLargeError, Database, NotStoredError, Stored
 from .saving import SavedJob, check_copied

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import ApiError
-from ..turns import Turns, current_user
+from ..users.turns import Turns, current_user
 from .database import Database
 from .running import Running
 

@@ -12,7 +12,7 @@ from ..bodies.leniency import Ignored
 from ..context import Gateway
 from ..errors import ApiError
 from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
-from ..openai.response_jobs import ResponseJob
+from ..openai.response_jobs import ResponseJob, ResponseQuestion
 from .database import Item, Stored
 from .inputs import ResponseInput, read_input
 
@@ -32,7 +32,8 @@ class SavedJob:
     async def begin(cls, gateway: Gateway, body: ResponsesRequest, ignored: Ignored) -> SavedJob:
         """Begins the generation. Raises ApiError."""
         given = await read_input(gateway, body, ignored)
-        return cls(gateway, given, await ResponseJob.begin(gateway, body, given.items, ignored))
+        question = ResponseQuestion(body, given.items, ignored)
+        return cls(gateway, given, await ResponseJob.begin(gateway, question))
 
     async def whole(self) -> ResponseAnswer:
         """The response when it has ended."""

@@ -21,8 +21,8 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
     checked = dict.fromkeys(keywords, "checked")
     if "format" in checked:
         # ``keywords`` contains ``format`` only if the schema has formats that llguidance does not
-        # implement. jsonschema ignores most of these formats, so a value without an error may still
-        # have a wrong format.
+        # implement. jsonschema ignores most of these formats, so a value without an error may have
+        # another format.
         checked["format"] = "not checked"
     try:
         make = validator_for(schema, default=Draft202012Validator)

@@ -24,7 +24,7 @@ from ..conversation.constraints import KeywordState
 from ..errors import ApiError, invalid_field
 from ..json import encode
 from ..models import ServedModel
-from ..turns import Turns, current_user
+from ..users.turns import Turns, current_user
 from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH, answer_of
 

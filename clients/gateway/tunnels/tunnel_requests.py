@@ -12,7 +12,7 @@ import json
 from ....protocol.bodies import decode_as
 from ....protocol.errors import Code, RequestError
 from ....protocol.frames import Frames
-from ..user_shares import MAX_NAME, UserShares, check_priority
+from ..users.user_shares import MAX_NAME, UserShares, check_priority
 from .open_streams import ANSWERED, NamedStream, OpenStreams
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER", b"EMBED"})

@@ -42,8 +42,8 @@ from ....transport.async_dealer import AsyncDealer
 from ....transport.dealer import Context
 from ..connections.message_memory import MessageMemory
 from ..errors import UserLimitError
-from ..turns import current_tenant, current_user
-from ..user_shares import UserShares
+from ..users.turns import current_tenant, current_user
+from ..users.user_shares import UserShares
 from .arrivals import Arrivals
 from .broker_watch import BrokerWatch
 from .carried import carried

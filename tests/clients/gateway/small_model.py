@@ -18,7 +18,7 @@ from tokenbus.clients.gateway.conversation.schemas import Checks
 from tokenbus.clients.gateway.generation.counter import Counter
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.templates.templates import Templates
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.clients.results import Sequences
 from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
@@ -56,7 +56,7 @@ class PlayedStream:
 def played(planned: Prepared, batches: Sequence[list[Token]]) -> AnswerTurns:
     """The turns of an answer without tools of the bus, whose entries are given."""
     gateway = cast(Gateway, SimpleNamespace(shares=UserShares(8)))
-    request = cast(AnswerRequest, SimpleNamespace(bus_tools=[], call_prefix="call_"))
+    request = cast(AnswerRequest, SimpleNamespace(bus_tools=[], call_prefix="call_", limit=1000))
     plan = Plan(gateway, request, Conversation([]), planned)
     return AnswerTurns(plan, PlayedStream(batches, plan.counter))
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec import Struct
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import MessageAnswer, MessageAnswers
+from tokenbus.clients.gateway.anthropic.answers import MessageAnswer
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
     CreateMessage,
@@ -36,7 +36,7 @@ def message_of(
 ) -> tuple[MessageAnswer, list[Piece]]:
     """The message that these entries make, and the changes of its parts."""
     turns = played(prepared(form, constraint), [[one] for one in entries])
-    job = MessageJob(turns, MessageAnswers(turns, 1000))
+    job = MessageJob(turns)
     pieces: list[Piece] = []
 
     async def read() -> None:

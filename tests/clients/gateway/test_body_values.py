@@ -36,8 +36,8 @@ from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_jobs import ResponseJob
 from tokenbus.clients.gateway.stored.background import BackgroundTask
 from tokenbus.clients.gateway.stored.inputs import ResponseInput
-from tokenbus.clients.gateway.turns import current_user
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.turns import current_user
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.decoders import convert
 from tokenbus.protocol.errors import RequestError, UnavailableError

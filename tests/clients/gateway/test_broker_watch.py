@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 from tokenbus.clients.gateway.connections.message_memory import MessageMemory
 from tokenbus.clients.gateway.tunnels.arrivals import MAX_EARLY
 from tokenbus.clients.gateway.tunnels.tunnels import Tunnels
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
 from tokenbus.protocol.settings import Settings
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from tokenbus.clients.gateway.keys import hash_of, new_key
+from tokenbus.clients.gateway.users.keys import hash_of, new_key
 
 from ...processes import Bus, Gateway
 from .stepped import Stepped, SteppedWorker, stepped_worker

@@ -23,10 +23,11 @@ from tokenbus.clients.gateway.connections.connection_shares import (
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.memory import ByteShares
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 
+from .test_message_memory import frame
 from .test_small_parts import PausedTransport
 
 MAX_BYTES = 4_000_000
@@ -115,6 +116,18 @@ async def test_unparsed_data_of_unknown_users_has_a_bound() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_closing_connection_drops_its_unparsed_data_and_does_not_count_it() -> None:
+    process = Process()
+    connection = process.connected()
+    connection.protocol.data_received(POST + bytes(RECEIVED_BYTES))
+    await passes()
+    connection.protocol.transport.close()
+    connection.protocol._reading.proceed()
+    assert process.counted == (0, 0)
+    connection.protocol.connection_lost(None)
+
+
+@pytest.mark.anyio
 async def test_a_proxy_may_send_many_bodies_in_one_pass_of_the_event_loop() -> None:
     process = Process(max_early=MAX_EARLY_BYTES)
     connections = [process.connected() for _ in range(200)]
@@ -135,6 +148,20 @@ async def test_the_head_of_a_websocket_counts_until_its_end() -> None:
     assert isinstance(connection.protocol, BoundedWebSocket)
     early, of_user = process.counted
     assert (early, of_user > 30_000 - ORDINARY_BYTES) == (0, True)
+    connection.protocol.connection_lost(None)
+    assert process.counted == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_messages_before_the_upgrade_is_accepted_have_a_bound() -> None:
+    process = Process(max_early=RECEIVED_BYTES // 2)
+    process.knows = False
+    connection = process.connected()
+    connection.protocol.data_received(UPGRADE + b"\r\n")
+    await passes()
+    assert isinstance(connection.protocol, BoundedWebSocket)
+    connection.protocol.data_received(frame(RECEIVED_BYTES))
+    assert connection.aborted.is_set()
     connection.protocol.connection_lost(None)
     assert process.counted == (0, 0)
 

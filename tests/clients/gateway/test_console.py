@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from tokenbus.clients.gateway.keys import hash_of, new_key
+from tokenbus.clients.gateway.users.keys import hash_of, new_key
 from tokenbus.grammars.regex import RegexError, compile_regex
 from tokenbus.grammars.yacc import GrammarError, compile_grammar
 

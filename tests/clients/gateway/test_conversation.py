@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenbus.clients import GeneratedSequence
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import MessageAnswers
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
 from tokenbus.clients.gateway.anthropic.messages import MessageJob
 from tokenbus.clients.gateway.bodies.leniency import Ignored
@@ -175,7 +174,7 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
     turns = played(prepared(FORM), [case.entries])
-    job = MessageJob(turns, MessageAnswers(turns, 1000))
+    job = MessageJob(turns)
     found: list[dict[str, Any]] = json.loads(encode(asyncio.run(job.whole()).content))
     return found
 

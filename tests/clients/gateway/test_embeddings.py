@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenbus.clients.gateway.context import Gateway as InProcess
 from tokenbus.clients.gateway.embeddings import ANSWER_BYTES, Texts, vectors
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded

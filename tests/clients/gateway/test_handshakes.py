@@ -126,7 +126,7 @@ def test_a_new_handshake_replaces_the_oldest_one_of_its_address(
             silent = [await place.connected() for _ in range(20)]
             for reader in silent[:15]:
                 assert await reader.read() == b""
-            # One address has half of the handshakes. Those of other addresses continue.
+            # An address has at most half of the handshakes. Handshakes of other addresses continue.
             assert not any(reader.at_eof() for reader in (other, *silent[-3:]))
             assert b"whole" in await place.answer()
             assert len(place.server._handshakes._running) < 8  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tokenbus.clients import Client
-from tokenbus.clients.gateway.idempotency import MAX_NAMED, NamedClient, NamedRequests
+from tokenbus.clients.gateway.users.idempotency import MAX_NAMED, NamedClient, NamedRequests
 from tokenbus.protocol.settings import load
 
 from ...processes import Bus, Gateway, until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError
+from tokenbus.clients.gateway.users.keys import ApiKeys, KeyFileError
 
 
 def test_a_file_of_keys_is_checked(tmp_path: Path) -> None:

@@ -18,12 +18,10 @@ from tokenbus.clients.gateway.connections.message_memory import (
     MessageMemory,
 )
 from tokenbus.clients.gateway.connections.paced_transport import PacedTransport
-from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import UnavailableError
-from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport
-from .test_small_parts import UPGRADE, PausedTransport
+from .test_small_parts import UPGRADE, PausedTransport, web_socket
 
 TEXT, CONTINUATION, LAST = 1, 0, 0x80
 
@@ -47,7 +45,7 @@ class Served:
         self.may_handle = asyncio.Semaphore(0)
         self.handled = 0
         config = uvicorn.Config(self._app, interface="asgi3", ws_per_message_deflate=False)
-        self.protocol = BoundedWebSocket(config, ServerState(), {})
+        self.protocol = web_socket(config)
         self.protocol.connection_made(self.transport)
         self.protocol.data_received(UPGRADE)
 
@@ -110,12 +108,12 @@ async def test_an_incomplete_message_counts_until_it_is_handled() -> None:
     await served.begin()
     message = frame(size)
     await served.receives(message[:-1])
-    assert left(shares) == 100 * size - BYTE_COST * (size - 1)
+    assert shares.free == 100 * size - BYTE_COST * (size - 1)
     await served.receives(message[-1:])
-    assert left(shares) == (100 - BYTE_COST) * size
+    assert shares.free == (100 - BYTE_COST) * size
     served.may_handle.release()
     await passes()
-    assert (served.handled, left(shares)) == (1, 100 * size)
+    assert (served.handled, shares.free) == (1, 100 * size)
     await served.end()
 
 
@@ -125,9 +123,9 @@ async def test_fragments_count() -> None:
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES, TEXT) + frame(SMALL_BYTES, CONTINUATION))
-    assert left(shares) == (100 - 2 * BYTE_COST) * SMALL_BYTES
+    assert shares.free == (100 - 2 * BYTE_COST) * SMALL_BYTES
     await served.end()
-    assert left(shares) == 100 * SMALL_BYTES
+    assert shares.free == 100 * SMALL_BYTES
 
 
 @pytest.mark.anyio
@@ -136,7 +134,7 @@ async def test_small_messages_do_not_count() -> None:
     served = Served(shares)
     await served.begin()
     await served.receives(frame(SMALL_BYTES))
-    assert (left(shares), served.close_code) == (1, None)
+    assert (shares.free, served.close_code) == (1, None)
     await served.end()
 
 
@@ -155,7 +153,7 @@ async def test_the_messages_of_all_websockets_of_a_user_have_one_share() -> None
     assert not second.protocol.conn.reader.buffer
     for served in (first, second):
         await served.end()
-    assert left(shares) == 3 * BYTE_COST * size
+    assert shares.free == 3 * BYTE_COST * size
 
 
 @pytest.mark.anyio
@@ -167,10 +165,10 @@ async def test_a_message_counts_while_it_is_handled_after_the_connection() -> No
     await served.receives(frame(size))
     served.protocol.connection_lost(None)
     await passes()
-    assert left(shares) == (100 - BYTE_COST) * size
+    assert shares.free == (100 - BYTE_COST) * size
     served.may_handle.release()
     await passes()
-    assert left(shares) == 100 * size
+    assert shares.free == 100 * size
 
 
 @pytest.mark.anyio
@@ -237,7 +235,7 @@ def test_a_user_beyond_its_share_is_refused_and_loses_nothing() -> None:
     messages.handled()
     messages.hold(0)
     messages.ended()
-    assert left(shares) == 10 * BYTE_COST * SMALL_BYTES
+    assert shares.free == 10 * BYTE_COST * SMALL_BYTES
 
 
 @pytest.mark.anyio
@@ -256,3 +254,4 @@ async def test_parsed_data_is_not_kept() -> None:
     while sum(parsed) < len(data):
         await asyncio.sleep(0)
     assert transport._rest.obj == b""
+    assert counted[-1] == 0

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from tokenbus.clients import RequestError
 from tokenbus.clients.cli.main import main
-from tokenbus.clients.gateway.keys import OPERATOR, hash_of, new_key
 from tokenbus.clients.gateway.rollouts.refused import REFUSED
+from tokenbus.clients.gateway.users.keys import OPERATOR, hash_of, new_key
 from tokenbus.clients.operator import Operator
 from tokenbus.protocol.scripts import marked_script
 from websockets.sync.client import connect

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from tokenbus.clients.gateway.keys import ApiKeys, hash_of, new_key
+from tokenbus.clients.gateway.users.keys import ApiKeys, hash_of, new_key
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin

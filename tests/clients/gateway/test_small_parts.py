@@ -12,6 +12,7 @@ import httpx
 import pytest
 import uvicorn
 from tokenbus.clients.gateway.connections import paced_transport
+from tokenbus.clients.gateway.connections.connection_memory import ConnectionMemory, early_shares
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.paced_transport import PIECE_BYTES, PacedTransport
 from tokenbus.clients.gateway.connections.websocket_protocol import (
@@ -193,6 +194,12 @@ def test_a_message_of_more_small_fragments_is_closed(gateway: Gateway) -> None:
         )
 
 
+def web_socket(config: uvicorn.Config) -> BoundedWebSocket:
+    """The protocol of a WebSocket whose connection counts towards no other connection's share."""
+    memory = ConnectionMemory(early_shares(), "")
+    return BoundedWebSocket(config, ServerState(), {}, memory=memory)
+
+
 class PausedTransport(Transport):
     """A transport that also records whether reading is paused."""
 
@@ -216,7 +223,7 @@ async def test_while_pongs_are_unread_no_more_pings_are_read() -> None:
         await receive()
 
     transport = PausedTransport()
-    protocol = BoundedWebSocket(uvicorn.Config(app), ServerState(), {})
+    protocol = web_socket(uvicorn.Config(app))
     protocol.connection_made(transport)
     protocol.data_received(UPGRADE)
     await accepted.wait()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tokenbus.clients.gateway.tunnels.tunnel_requests import TunnelRequests
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import RequestError
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect

@@ -21,7 +21,7 @@ from tokenbus.clients.gateway.templates.templates import (
     TemplateRefusalError,
     Templates,
 )
-from tokenbus.clients.gateway.turns import Turns, current_user
+from tokenbus.clients.gateway.users.turns import Turns, current_user
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.text_bounds import TokenSize
 from transformers.utils.chat_template_utils import render_jinja_template

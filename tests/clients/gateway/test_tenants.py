@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tokenbus.clients import OwnKey
 from tokenbus.clients.cli.main import main
-from tokenbus.clients.gateway.keys import ApiKeys, KeyFileError
+from tokenbus.clients.gateway.users.keys import ApiKeys, KeyFileError
 from tokenbus.protocol.tenants import Tenant
 from websockets.sync.client import connect
 

@@ -16,7 +16,7 @@ import pytest
 from tokenbus.clients.gateway.app import build
 from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ModelTable, ServedModel
 from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, MAX_PREPARE_S, Tokenization
-from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.users.turns import current_user
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
 from tokenbus.protocol.settings import Settings

@@ -17,13 +17,13 @@ from starlette.responses import Response, StreamingResponse
 from tokenbus.clients.gateway.connections import unread_transport, websocket_protocol
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
-from tokenbus.clients.gateway.open_programs import OpenPrograms
 from tokenbus.clients.gateway.traffic import PART_BYTES, Counts, Traffic
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.open_programs import OpenPrograms
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from uvicorn.server import ServerState
 
 from .test_http_protocol import Transport, connected
-from .test_small_parts import UPGRADE
+from .test_small_parts import UPGRADE, web_socket
 
 REQUEST = b"%b / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 GET = REQUEST % b"GET"
@@ -230,7 +230,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _web_socket(app: Any, **options: Any) -> tuple[BoundedWebSocket, Transport]:
     transport = Transport()
-    protocol = BoundedWebSocket(uvicorn.Config(app, **options), ServerState(), {})
+    protocol = web_socket(uvicorn.Config(app, **options))
     protocol.connection_made(transport)
     protocol.data_received(UPGRADE)
     return protocol, transport
@@ -285,7 +285,7 @@ async def _unread_socket(app: Any) -> AsyncIterator[BoundedWebSocket]:
     server.setblocking(False)
     with client:
         _, protocol = await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: BoundedWebSocket(config, ServerState(), {}), server
+            lambda: web_socket(config), server
         )
         client.sendall(UPGRADE)
         yield protocol

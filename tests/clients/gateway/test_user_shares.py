@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from contextvars import copy_context
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from tokenbus.clients.gateway.errors import UserLimitError
-from tokenbus.clients.gateway.turns import current_user
-from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.users.turns import current_user
+from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 
 from ...processes import Bus, Gateway
@@ -103,6 +104,17 @@ def test_the_share_of_an_ended_stream_is_given_back_before_its_request_ends() ->
         shares.give_back_stream()
     with shares.request():
         shares.take_stream()
+
+
+def test_a_task_that_continues_after_its_request_gives_back_no_other_stream() -> None:
+    shares = UserShares(4)
+    as_user("ann")
+    with shares.request():
+        shares.take_stream()
+        late = copy_context()
+    shares.take_of_socket("ann")
+    late.run(shares.give_back_stream)
+    assert shares._users["ann"].streams == 1
 
 
 def test_a_request_gives_back_all_that_it_took() -> None:

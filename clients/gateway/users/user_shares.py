@@ -22,17 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from ...protocol.errors import Code, RequestError, UnavailableError
-from ...protocol.keys import OwnKey
-from ...protocol.messages import Embed, Embedded, Generate, Score
-from ...protocol.pace import Pace
-from ...protocol.shares import fits_share
-from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
-from ..calls import Call
-from ..recording import Recorder
-from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
-from .connections.memory import ByteShares, Held
-from .errors import UserLimitError
+from ....protocol.errors import Code, RequestError, UnavailableError
+from ....protocol.keys import OwnKey
+from ....protocol.messages import Embed, Embedded, Generate, Score
+from ....protocol.pace import Pace
+from ....protocol.shares import fits_share
+from ... import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
+from ...calls import Call
+from ...recording import Recorder
+from ...request_options import EmbedOptions, OnSystem, Prompt, generate_call
+from ..connections.memory import ByteShares, Held
+from ..errors import UserLimitError
 from .idempotency import NamedClient, current_named
 from .open_programs import OpenPrograms
 from .turns import current_user
@@ -101,8 +101,9 @@ class UserShares:
             yield
         finally:
             self._request.reset(token)
-            for name in request.streams:
-                self.give_back_of_socket(name, 1)
+            # A task of the request may continue, and must not give back the same streams again.
+            while request.streams:
+                self._give_back(request.streams.pop(), 1)
             for held in request.bytes.values():
                 held.resize(0)
 
@@ -120,7 +121,7 @@ class UserShares:
         its request. Has no effect if no stream of the request is counted."""
         request = self._request.get()
         if request is not None and request.streams:
-            self.give_back_of_socket(request.streams.pop(), 1)
+            self._give_back(request.streams.pop(), 1)
 
     def take_of_socket(self, name: str) -> None:
         """Counts a request that a WebSocket of the user ``name`` is about to send; raises
@@ -129,16 +130,8 @@ class UserShares:
 
     def give_back_of_socket(self, name: str, count: int) -> None:
         """Stops counting ``count`` ended requests of a WebSocket of the user ``name``."""
-        if not count:
-            return
-        user = self._users[name]
-        user.streams -= count
-        self._streams -= count
-        now = time.monotonic()
-        user.pace.note(now)
-        self._pace.note(now)
-        if not user.streams:
-            del self._users[name]
+        if count:
+            self._give_back(name, count)
 
     def _fitting(self, name: str) -> _User:
         """The counts of the user ``name``. Raises UnavailableError if the user may not begin
@@ -173,6 +166,16 @@ class UserShares:
         self._users[name] = user
         user.streams += 1
         self._streams += 1
+
+    def _give_back(self, name: str, count: int) -> None:
+        user = self._users[name]
+        user.streams -= count
+        self._streams -= count
+        now = time.monotonic()
+        user.pace.note(now)
+        self._pace.note(now)
+        if not user.streams:
+            del self._users[name]
 
 
 class SharedClient(AsyncClient):

@@ -23,22 +23,21 @@ import logging
 import os
 import re
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Self
 
-from ...protocol.keys import OwnKey, own_key
-from ...protocol.messages import Token
-from ...protocol.settings import Settings
-from ...protocol.shares import fits_share
-from .. import AsyncClient, AsyncStream
-from ..calls import Call
-from ..recording import Recorder
-from ..request_options import OnSystem
-from .errors import ApiError
+from ....protocol.keys import OwnKey, own_key
+from ....protocol.messages import Token
+from ....protocol.settings import Settings
+from ....protocol.shares import Shares
+from ... import AsyncClient, AsyncStream
+from ...calls import Call
+from ...recording import Recorder
+from ...request_options import OnSystem
+from ..errors import ApiError
 from .turns import current_user
 
 log = logging.getLogger(__name__)
@@ -149,8 +148,8 @@ class NamedRequests:
         self._open: dict[str, tuple[int, int]] = {}
         """By session token: the first stream id of the named request, and the number of HTTP
         requests with this token that this process serves at present."""
-        self._users = Counter[str]()
-        """Number of named requests of each user."""
+        self._shares = Shares(MAX_NAMED)
+        """The named requests of each user."""
 
     @cached_property
     def secret(self) -> bytes:
@@ -190,10 +189,10 @@ class NamedRequests:
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()
-        if not fits_share(self._users[user], self._users.total(), MAX_NAMED):
+        if not self._shares.fits(user):
             return False
         self._open[token] = base, count + 1
-        self._users[user] += 1
+        self._shares.take(user)
         return True
 
     def leave(self, token: str, user: str) -> None:
@@ -201,9 +200,7 @@ class NamedRequests:
         base, count = self._open.pop(token)
         if count > 1:
             self._open[token] = base, count - 1
-        self._users[user] -= 1
-        if not self._users[user]:
-            del self._users[user]
+        self._shares.give_back(user)
 
 
 class NamedClient(AsyncClient):

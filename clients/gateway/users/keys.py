@@ -8,7 +8,7 @@ import re
 import secrets
 from pathlib import Path
 
-from ...protocol.keys import KeyFault, OwnKey
+from ....protocol.keys import KeyFault, OwnKey
 
 LINE = re.compile(r"(?P<name>\S+)\s+(?P<hash>[0-9a-f]{64})(\s+(?P<key>\S.*))?")
 OPERATOR = "+operator"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from ...protocol.keys import OwnKey
+from ....protocol.keys import OwnKey
 
 current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
 """The user of the current task's request: the name of an API key, or the address of a client."""

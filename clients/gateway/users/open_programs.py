@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from .. import AsyncStream
-from .errors import ApiError
+from ... import AsyncStream
+from ..errors import ApiError
 from .turns import current_tenant, current_user
 
 

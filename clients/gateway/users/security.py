@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...protocol.endpoints import is_loopback
-from .errors import ApiError
+from ....protocol.endpoints import is_loopback
+from ..errors import ApiError
+from ..pages import is_file_of_page
 from .keys import ApiKeys
-from .pages import is_file_of_page
 from .turns import current_tenant, current_user
 
 OPEN_PATHS = frozenset({"/live", "/ready"})
