@@ -18,8 +18,8 @@ from ..conversation.answers import Piece
 from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.requests import plan, prepared_of
-from ..events import event, unless_disconnected
-from ..generation.respond import StreamForm, respond
+from ..events import StreamForm, event, unless_disconnected
+from ..generation.respond import respond
 from ..json import json_response
 from .answers import SIGNATURE, MessageAnswer, MessageAnswers
 from .bodies import CountTokens, CreateMessage, TokenCount

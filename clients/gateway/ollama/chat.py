@@ -22,9 +22,10 @@ from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared, prepare
 from ..conversation.schemas import Checks
 from ..errors import ApiError
+from ..events import StreamForm
 from ..generation.counter import Counter
 from ..generation.generations import Generations, chat_generations
-from ..generation.respond import StreamForm, respond
+from ..generation.respond import respond
 from ..json import encode
 from ..tokenization import num_items
 from .bodies import (
@@ -36,10 +37,14 @@ from .bodies import (
     OllamaAnswer,
     Options,
 )
-from .lines import LineStream
 from .names import served_name
 
-LINES = StreamForm(lambda error: encode({"error": error.message}) + b"\n", response=LineStream)
+LINES = StreamForm(
+    lambda error: encode({"error": error.message}) + b"\n",
+    media_type="application/x-ndjson",
+    numbers=False,
+)
+"""One JSON value on each line."""
 
 
 @dataclass

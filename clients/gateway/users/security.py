@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -106,7 +107,7 @@ class OriginCheck:
 
     def _fault(self, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
-        if not self._any_host and host and not is_loopback(host_name(host)):
+        if not self._any_host and host and not _is_local(host):
             return ApiError(
                 403,
                 f"the host {host!r} is not a loopback address; use 127.0.0.1 or localhost, or "
@@ -123,6 +124,12 @@ class OriginCheck:
             f"pages of {origin!r} may not use this gateway; allow them with --cors {origin}",
             code="origin_not_allowed",
         )
+
+
+@lru_cache(maxsize=16)
+def _is_local(host: str) -> bool:
+    """Whether the name in a ``Host`` header is a loopback name."""
+    return is_loopback(host_name(host))
 
 
 def _site(origin: str) -> str:
