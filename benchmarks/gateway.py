@@ -233,7 +233,7 @@ async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
             if number:  # The first round warms up.
                 for name, value in (("bus", bus), ("sse", sse), ("ws", ws)):
                     found[name].append(value)
-        for _ in range(rounds * 10):
+        for _ in range(rounds * 60):
             times["bus"].append(await bus_first_token_s(running, client))
             times["sse"].append(await connections[0].stream(2))
     per_s = {name: statistics.median(values) for name, values in found.items()}
