@@ -63,15 +63,19 @@ class Priority:
             with contextlib.suppress(ProcessLookupError):
                 # This sets the nice values of all threads of the process.
                 os.setpriority(os.PRIO_PGRP, self._pid, niceness)
-        if _set_autogroup(self._pid, niceness) or _MAY_RAISE:
+        # A value that the kernel has refused is set again at the next call of ``watch``.
+        if _set_autogroup(self._pid, niceness):
             self._niceness = niceness
 
 
 def _set_autogroup(pid: int, niceness: int) -> bool:
-    """Sets the nice value of a session; returns whether the kernel has accepted the value. The
-    kernel may refuse a value, for example if another process has just set a value."""
+    """Sets the nice value of a session, if the process exists and the kernel groups processes by
+    session. Returns False if the kernel has refused the value, for example because another process
+    has just set a value."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
     except OSError:
         return False
     return True
