@@ -42,6 +42,8 @@ class Gateway:
         self.templates = Templates(settings.trust_request_chat_template)
         self.large_bodies = Turns()
         """The lock for the decoding of large bodies. Users take turns (``bodies.body_turn``)."""
+        self.large_answers = Turns()
+        """The lock for composing large answers (``counter.compose``)."""
         self.stored = StoredResponses(settings.run_folder)
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ from msgspec import UNSET
 from ....protocol.errors import Code
 from ....protocol.messages import Token
 from ..errors import ApiError
+from ..users.turns import Turns, on_thread
 
 MAX_ALTERNATIVES = 524_288
 """Maximum number of log-probabilities of alternatives in one answer. The gateway composes each
@@ -60,7 +60,8 @@ def check_alternatives(count: int) -> None:
         )
 
 
-async def compose(alternatives: int, make: Callable[[], T]) -> T:
+async def compose(turns: Turns, alternatives: int, make: Callable[[], T]) -> T:
     """The result of ``make``, which composes a part of an answer with ``alternatives``
-    alternatives. ``make`` runs on a thread if it would block the event loop for too long."""
-    return make() if alternatives <= MAX_ON_LOOP else await asyncio.to_thread(make)
+    alternatives. If ``make`` would block the event loop for too long, it runs on a thread, in the
+    user's turn (``Gateway.large_answers``)."""
+    return make() if alternatives <= MAX_ON_LOOP else await on_thread(turns, make)

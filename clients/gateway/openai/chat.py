@@ -55,7 +55,7 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     if body.prompt_logprobs is not None:
         try:
             job.prompt_logprobs = await prompt_logprobs(
-                gateway.client, prepared.model, prepared.ids, body.prompt_logprobs
+                gateway, prepared.model, prepared.ids, body.prompt_logprobs
             )
         except BaseException:
             job.turns.close()
@@ -81,7 +81,9 @@ class ChatJob:
         if not turns.made:
             check_some_succeeded(sequences)
         choices = await compose(
-            turns.counter.alternatives, lambda: [self._choice(one) for one in sequences]
+            turns.plan.gateway.large_answers,
+            turns.counter.alternatives,
+            lambda: [self._choice(one) for one in sequences],
         )
         return ChatCompletion(
             self.id,

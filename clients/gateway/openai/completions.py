@@ -49,6 +49,7 @@ class Echo:
 class Job:
     """One request for completions."""
 
+    gateway: Gateway
     body: CompletionRequest
     model: ServedModel
     echoes: list[Echo]
@@ -69,7 +70,11 @@ class Job:
     async def whole(self) -> Completion:
         """The answer as one object."""
         found = None if self.generations is None else await self.generations.wait()
-        choices = await compose(self.counter.alternatives, lambda: _choices(self, found))
+        choices = await compose(
+            self.gateway.large_answers,
+            self.counter.alternatives,
+            lambda: _choices(self, found),
+        )
         choices.sort(key=lambda choice: choice.index)
         usage = Usage.of(self.counter)
         return Completion(self.id, "text_completion", self.created, self.name, choices, usage)
@@ -130,7 +135,7 @@ async def _begin(gateway: Gateway, body: CompletionRequest) -> Job:
         generations.shown = body.shown_text(model, special=True)
     else:
         counter.prompt = sum(len(ids) for ids in prompts)
-    return Job(body, model, echoes, generations, counter, prompts)
+    return Job(gateway, body, model, echoes, generations, counter, prompts)
 
 
 async def _prompts(
@@ -157,9 +162,7 @@ async def _prompts(
     check_alternatives(counter.alternatives)
     if body.prompt_logprobs is not None:
         for echo, ids in zip(echoes, tokenized, strict=True):
-            echo.prompt_logprobs = await prompt_logprobs(
-                gateway.client, model, ids, body.prompt_logprobs
-            )
+            echo.prompt_logprobs = await prompt_logprobs(gateway, model, ids, body.prompt_logprobs)
     return [*tokenized], echoes
 
 

@@ -7,7 +7,7 @@ import math
 from msgspec import Struct
 
 from ....protocol.errors import TokenbusError
-from ... import AsyncClient
+from ..context import Gateway
 from ..errors import from_tokenbus
 from ..generation.counter import compose
 from ..models import ServedModel
@@ -30,20 +30,24 @@ of the most likely tokens at its position to their log-probabilities. The first 
 
 
 async def prompt_logprobs(
-    client: AsyncClient, model: ServedModel, ids: list[int], count: int
+    gateway: Gateway, model: ServedModel, ids: list[int], count: int
 ) -> PromptLogprobs:
     """The log-probabilities of a prompt, with ``count`` alternatives for each token. The caller
     bounds the number of alternatives. Raises ApiError."""
     if len(ids) < 2:
         return [None] * len(ids)
     try:
-        scores = await client.score(ids[:1], ids[1:], model=model.name, top_logprobs=count)
+        scores = await gateway.client.score(ids[:1], ids[1:], model=model.name, top_logprobs=count)
     except TokenbusError as error:
         error.path = "$.prompt" if error.path == "$.scored" else error.path
         raise from_tokenbus(error) from None
     places = list(zip(scores.tokens, scores.logprobs, scores.top_logprobs, strict=True))
     alternatives = len(ids) * (1 + count)
-    found = await compose(alternatives, lambda: [_place(model, count, *one) for one in places])
+    found = await compose(
+        gateway.large_answers,
+        alternatives,
+        lambda: [_place(model, count, *one) for one in places],
+    )
     return [None, *found]
 
 

@@ -67,6 +67,7 @@ class Part:
 class Job:
     """One request, and its streams at the bus."""
 
+    gateway: Gateway
     body: GenerateRequest
     parts: list[Part]
     counter: Counter
@@ -86,6 +87,7 @@ class Job:
         finally:
             self.close()
         answers = await compose(
+            self.gateway.large_answers,
             self.counter.alternatives,
             lambda: [
                 _answer(self, part, sequence)
@@ -112,7 +114,8 @@ class Job:
                         continue
                     sent[key] = len(sequence.tokens) + (sequence.finish_reason is not None)
                     make = partial(_event, self, part, sequence, indexes.of(*key))
-                    yield await compose(self.counter.alternatives, make)
+                    turns = self.gateway.large_answers
+                    yield await compose(turns, self.counter.alternatives, make)
                 queue.task_done()
             yield DONE
         finally:
@@ -144,7 +147,7 @@ async def generate(request: Request) -> Response:
 async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
     model = await gateway.models.get(body.model)
     counter = Counter()
-    job = Job(body, _parts(body, model), counter)
+    job = Job(gateway, body, _parts(body, model), counter)
     scored = [part for part in job.parts if part.reports.logprobs and part.start >= 0]
     for part in scored:
         part.prompt = await _ids(model, part.prompt)

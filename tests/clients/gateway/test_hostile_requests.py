@@ -12,6 +12,7 @@ import httpx
 import pytest
 from tokenbus.clients.gateway.generation.counter import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
 from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.users.turns import Turns, current_user
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
 from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded
@@ -123,8 +124,24 @@ def test_a_prompt_is_not_repeated_with_a_million_alternatives(
 @pytest.mark.anyio
 async def test_many_alternatives_are_composed_on_another_thread() -> None:
     loop = threading.current_thread()
-    assert await compose(MAX_ON_LOOP, threading.current_thread) is loop
-    assert await compose(MAX_ON_LOOP + 1, threading.current_thread) is not loop
+    assert await compose(Turns(), MAX_ON_LOOP, threading.current_thread) is loop
+    assert await compose(Turns(), MAX_ON_LOOP + 1, threading.current_thread) is not loop
+
+
+@pytest.mark.anyio
+async def test_users_take_turns_with_answers_that_are_composed_on_a_thread() -> None:
+    turns, may_end, order = Turns(), threading.Event(), list[str]()
+
+    async def composed(user: str) -> None:
+        current_user.set(user)
+        await compose(turns, MAX_ON_LOOP + 1, lambda: (may_end.wait(60), order.append(user)))
+
+    tasks = [asyncio.create_task(composed(user)) for user in ("ann", "ann", "ann", "bob")]
+    while sum(map(len, turns._waiting.values())) < 3:
+        await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert order == ["ann", "ann", "bob", "ann"]
 
 
 class Watched:
