@@ -11,17 +11,19 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import TokenbusError
+from ....protocol.errors import Code, TokenbusError
+from ....protocol.messages import MAX_BODY_BYTES
 from ... import GeneratedSequence
 from ..aici import completions as aici
 from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..conversation.endings import check_some_succeeded, end_of, receipt_of
 from ..conversation.truncation import last_tokens
-from ..errors import from_tokenbus
+from ..errors import ApiError, from_tokenbus
 from ..generation.counter import Counter, check_alternatives, compose
 from ..generation.generations import Generations, Prompt
 from ..generation.respond import respond
+from ..json import encode
 from ..models import ServedModel
 from ..new_ids import new_id
 from .choices import Indexes
@@ -182,6 +184,7 @@ async def _echoes(
         if isinstance(prompt, list):
             model.check_tokens(prompt, "$.prompt")
     texts = [p if isinstance(p, str) else await model.detokenize(p) for p in prompts]
+    _count_echoes(gateway, texts, body.n or 1)
     ids = await _tokenized(model, prompts)
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]
@@ -190,6 +193,22 @@ async def _echoes(
     check_alternatives(counter.alternatives)
     sampled = await asyncio.gather(*(_scored(gateway, body, model, one) for one in ids))
     return [*ids], [Echo(text, one) for text, one in zip(texts, sampled, strict=True)]
+
+
+def _count_echoes(gateway: Gateway, texts: list[str], n: int) -> None:
+    """Counts the prompts in an answer, which has each prompt ``n`` times, towards the user's share
+    of the memory. Raises ApiError 413 if they are too large, and UnavailableError if they do not
+    fit the share."""
+    size = n * sum(len(encode(text)) for text in texts)
+    if size > MAX_BODY_BYTES:
+        raise ApiError(
+            413,
+            f"with echo, the answer would have {size} bytes of prompts; at most {MAX_BODY_BYTES} "
+            "are allowed; ask for fewer choices, or leave echo out",
+            code=Code.TOO_LARGE,
+            param="echo",
+        )
+    gateway.shares.take_bytes(size)
 
 
 async def _scored(

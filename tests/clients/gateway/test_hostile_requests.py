@@ -6,14 +6,19 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
+from tokenbus.clients.gateway.context import Gateway as InProcess
 from tokenbus.clients.gateway.generation.counter import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
 from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.openai.completions import _count_echoes
 from tokenbus.clients.gateway.users.turns import Turns, current_user
-from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.clients.gateway.users.user_shares import UserShares
+from tokenbus.protocol.errors import UnavailableError
+from tokenbus.protocol.messages import MAX_BODY_BYTES, ModelInfo, TokenizerFiles
 from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
@@ -142,6 +147,25 @@ async def test_users_take_turns_with_answers_that_are_composed_on_a_thread() -> 
     may_end.set()
     await asyncio.gather(*tasks)
     assert order == ["ann", "ann", "bob", "ann"]
+
+
+def test_prompts_are_not_repeated_beyond_the_maximum_size_of_a_body(gateway: Gateway) -> None:
+    prompt = "Hello, " * 80
+    num_prompts = 1 + MAX_BODY_BYTES // (MAX_N * len(prompt))
+    body = {"prompt": [prompt] * num_prompts, "n": MAX_N, "echo": True, "max_tokens": 0}
+    response = httpx.post(gateway.url + "/v1/completions", json=body, timeout=300.0)
+    assert error_of(response) == (413, "too_large")
+
+
+def test_the_prompts_in_an_answer_count_towards_the_share_of_the_memory() -> None:
+    shares = UserShares(8, max_body_bytes=1000)
+    answers = cast(InProcess, SimpleNamespace(shares=shares))
+    with shares.request():
+        _count_echoes(answers, ["a" * 90], 4)
+        assert shares.memory.free == 1000 - 368
+        with pytest.raises(UnavailableError):
+            _count_echoes(answers, ["a" * 90], 8)
+    assert shares.memory.free == 1000
 
 
 class Watched:
