@@ -76,6 +76,18 @@ def test_a_call_that_gets_little_cpu_time_has_the_usual_priority_again(pid: int)
     becomes(watched, pid, CLIENT_NICENESS, 0.9, STARVED_S + 2)
 
 
+def test_a_value_that_the_kernel_refuses_is_set_later(
+    pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        monkeypatch.undo()
+        raise BlockingIOError(f"{path} does not accept {text} now")
+
+    watched = Priority(pid)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
+
+
 def becomes(watched: Priority, pid: int, value: int, share: float, call_s: float | None) -> None:
     """Calls ``watch`` until the process has a nice value."""
 
