@@ -20,6 +20,7 @@ class _Running:
     user: str = ""
     tenant: str = ""
     streams: list[AsyncStream] = field(default_factory=list)
+    ended: bool = False
 
 
 class OpenPrograms:
@@ -39,6 +40,7 @@ class OpenPrograms:
             yield
         finally:
             self._current.reset(token)
+            running.ended = True
             same = self._running.get(id, [])
             if running in same:
                 same.remove(running)
@@ -46,9 +48,10 @@ class OpenPrograms:
                     del self._running[id]
 
     def add(self, stream: AsyncStream) -> None:
-        """Adds a stream that has a controller to the streams of the current task's request."""
+        """Adds a stream that has a controller to the streams of the current task's request. Has no
+        effect after the end of the request, whose task may continue in the background."""
         running = self._current.get()
-        if running is None:
+        if running is None or running.ended:
             return
         if not running.streams:
             running.user, running.tenant = current_user.get(), _tenant()

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from contextvars import copy_context
 from http.client import HTTPConnection, HTTPResponse
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
-from tokenbus.clients.gateway.errors import UserLimitError
+from tokenbus.clients import AsyncStream
+from tokenbus.clients.gateway.errors import ApiError, UserLimitError
+from tokenbus.clients.gateway.users.open_programs import OpenPrograms
 from tokenbus.clients.gateway.users.turns import current_user
 from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
@@ -115,6 +117,17 @@ def test_a_task_that_continues_after_its_request_gives_back_no_other_stream() ->
     shares.take_of_socket("ann")
     late.run(shares.give_back_stream)
     assert shares._users["ann"].streams == 1
+
+
+def test_a_task_that_continues_after_its_request_adds_no_program() -> None:
+    programs = OpenPrograms()
+    as_user("ann")
+    with programs.request("first"):
+        late = copy_context()
+    late.run(programs.add, cast(AsyncStream, object()))
+    with pytest.raises(ApiError) as caught:
+        programs.stream("first")
+    assert caught.value.status == 404
 
 
 def test_a_request_gives_back_all_that_it_took() -> None:
