@@ -138,8 +138,12 @@ async def test_users_take_turns_with_answers_that_are_composed_on_a_thread() -> 
     turns, may_end, order = Turns(), threading.Event(), list[str]()
 
     async def composed(user: str) -> None:
+        def make() -> None:
+            may_end.wait(60)
+            order.append(user)
+
         current_user.set(user)
-        await compose(turns, MAX_ON_LOOP + 1, lambda: (may_end.wait(60), order.append(user)))
+        await compose(turns, MAX_ON_LOOP + 1, make)
 
     tasks = [asyncio.create_task(composed(user)) for user in ("ann", "ann", "ann", "bob")]
     while sum(map(len, turns._waiting.values())) < 3:
