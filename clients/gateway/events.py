@@ -80,8 +80,8 @@ class EventStream(Response):
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 
     async def read_first(self) -> None:
-        """Waits for the first event. Raises its error, which can then determine the HTTP status of
-        another answer."""
+        """Waits for the first event. Raises an error that occurs before it, so that the error can
+        determine the HTTP status."""
         self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
