@@ -52,6 +52,9 @@ class AsyncClient(BaseClient):
         print(await client.generate("def add(a, b):").text())
     """
 
+    _stream_type: type[AsyncStream] = AsyncStream
+    """The type of the streams that this client begins."""
+
     def __init__(
         self,
         front: str | None = None,
@@ -241,7 +244,9 @@ class AsyncClient(BaseClient):
     ) -> AsyncStream:
         self._enter_loop()
         call.waits_for_room = self._wait_for_room
-        return AsyncStream(self, self._connection, call, on_system, self._max_unread, recorder)
+        return self._stream_type(
+            self, self._connection, call, on_system, self._max_unread, recorder
+        )
 
 
 def _model_info(stream: AsyncStream) -> ModelInfo | None:

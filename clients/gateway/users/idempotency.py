@@ -35,8 +35,6 @@ from ....protocol.settings import Settings
 from ....protocol.shares import Shares
 from ... import AsyncClient, AsyncStream
 from ...calls import Call
-from ...recording import Recorder
-from ...request_options import OnSystem
 from ..errors import ApiError
 from .turns import current_user
 
@@ -203,41 +201,6 @@ class NamedRequests:
         self._shares.give_back(user)
 
 
-class NamedClient(AsyncClient):
-    """The bus client of one named request, with the session of this request."""
-
-    def __init__(
-        self,
-        front: str,
-        max_unread: int,
-        key: OwnKey | None,
-        session: str,
-        leaves: Callable[[], bool],
-    ) -> None:
-        """``session``: the session's token. ``leaves``: returns whether a closed stream continues
-        at the broker."""
-        super().__init__(
-            front, max_unread=max_unread, wait_for_room=False, key=key, session=session
-        )
-        self._connection.carry_users()
-        self.leaves = leaves
-
-    def end(self, leave: bool) -> None:
-        """Ends the session. If ``leave`` is True, ends only its connection. Blocks the thread."""
-        self._connection.close(keep=leave)
-
-    def begin(self, call: Call) -> AsyncStream:
-        """Sends a call with the stream ids of the request, or attaches to an existing stream."""
-        return self._stream(call, None)
-
-    def _stream(
-        self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
-    ) -> AsyncStream:
-        self._enter_loop()
-        call.waits_for_room = False
-        return NamedStream(self, self._connection, call, on_system, self._max_unread)
-
-
 class NamedStream(AsyncStream):
     """A stream that is read entry by entry. Each entry becomes its own event, even if several
     entries arrive together. A repeated answer therefore has the same events."""
@@ -258,6 +221,33 @@ class NamedStream(AsyncStream):
             self._wake()
         else:
             super().close()
+
+
+class NamedClient(AsyncClient):
+    """The bus client of one named request, with the session of this request. Its calls
+    have the stream ids of the request, or attach to existing streams."""
+
+    _stream_type = NamedStream
+
+    def __init__(
+        self,
+        front: str,
+        max_unread: int,
+        key: OwnKey | None,
+        session: str,
+        leaves: Callable[[], bool],
+    ) -> None:
+        """``session``: the session's token. ``leaves``: returns whether a closed stream continues
+        at the broker."""
+        super().__init__(
+            front, max_unread=max_unread, wait_for_room=False, key=key, session=session
+        )
+        self._connection.carry_users()
+        self.leaves = leaves
+
+    def end(self, leave: bool) -> None:
+        """Ends the session. If ``leave`` is True, ends only its connection. Blocks the thread."""
+        self._connection.close(keep=leave)
 
 
 class NumberedEvents:
