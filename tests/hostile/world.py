@@ -127,7 +127,7 @@ class HostileWorld:
         try:
             name = attack.source
             if not isinstance(name, str):
-                name = self.attacker.upload_controller(module or name()).module
+                name = self._upload(module or name())
             options = {"max_tokens": 5, "timeout_s": BOUND_S, "text": False} | dict(attack.options)
             streams = [
                 self.attacker.generate(
@@ -139,6 +139,9 @@ class HostileWorld:
             return Outcome(str(error.code), error.message)
         outcomes = [_outcome(stream) for stream in streams]
         return outcomes[0]
+
+    def _upload(self, module: bytes) -> str:
+        return self.attacker.upload_controller(module, timeout_s=BOUND_S).module
 
     def problems(self) -> list[str]:
         """The harm that the attacks have done so far: ended processes, open descriptors, memory."""

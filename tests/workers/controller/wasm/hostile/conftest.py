@@ -8,11 +8,12 @@ controller. This stream continues, and has the same tokens as a stream that runs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .....processes import Bus
+from .....processes import Bus, Process
 from .....worlds.hostile_guests import INIT_MS, System
 from .guests import guest
 
@@ -27,7 +28,10 @@ def system(processes: None) -> Iterator[System]:
     }
     with Bus(**limits) as bus:
         bus.start_worker()
-        worker = bus.start_other("controller")
+        environment = bus.environment | {"PYTHONPATH": str(Path(__file__).parents[5])}
+        log = bus.folder / "controller.log"
+        worker = Process(f"{__package__}.patient_worker", log, environment)
+        bus.others.append(worker)
         bus.start_other("state")
         bus.wait_for_models("embedded")
         bus.wait_for_roles("controller", "state")
