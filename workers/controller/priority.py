@@ -43,7 +43,7 @@ class Priority:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._niceness = CLIENT_NICENESS
+        self._niceness: int | None = CLIENT_NICENESS
 
     def watch(self, share: float, call_s: float | None) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
@@ -64,8 +64,7 @@ class Priority:
                 # This sets the nice values of all threads of the process.
                 os.setpriority(os.PRIO_PGRP, self._pid, niceness)
         # A value that the kernel has refused is set again at the next call of ``watch``.
-        if _set_autogroup(self._pid, niceness):
-            self._niceness = niceness
+        self._niceness = niceness if _set_autogroup(self._pid, niceness) else None
 
 
 def _set_autogroup(pid: int, niceness: int) -> bool:
