@@ -23,6 +23,17 @@ from . import forks, starts
 from . import processes as systems
 from .processes import Bus, Gateway
 
+LONG = (
+    "tests/chaos/",
+    "tests/hostile/",
+    "tests/system/",
+    "tests/test_gpu_check.py",
+    "tests/workers/controller/backends/test_compiling.py",
+    "tests/workers/controller/test_kills.py",
+    "tests/workers/gpu/test_compiled.py",
+)
+"""Folders and files with tests that take up to two minutes each."""
+
 
 def pytest_configure() -> None:
     """Makes unmarked tests fail if they start processes (``starts.py``). Lets Ctrl-C interrupt this
@@ -69,15 +80,14 @@ def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Orders the tests so that no process runs a long test when the other processes have ended.
 
     Each of ``workers`` processes begins with an equal part of the list. A process without further
-    tests takes over the last tests of another process. So each part begins with tests of whole
-    systems, which take up to a minute each, and ends with short tests.
+    tests takes over the last tests of another process. So each part begins with tests of the
+    folders and files ``LONG``, and ends with short tests.
     """
-    whole = ("tests/system/", "tests/chaos/")
-    system = [item for item in items if item.nodeid.startswith(whole)]
-    others = [item for item in items if not item.nodeid.startswith(whole)]
+    long = [item for item in items if item.nodeid.startswith(LONG)]
+    others = [item for item in items if not item.nodeid.startswith(LONG)]
     parts = []
     for i in range(workers):
-        for group in (system, others):
+        for group in (long, others):
             parts += group[len(group) * i // workers : len(group) * (i + 1) // workers]
     return parts
 
