@@ -81,7 +81,8 @@ class EventStream(Response):
 
     async def read_first(self) -> None:
         """Waits for the first event. Raises an error that occurs before it, so that the error can
-        determine the HTTP status."""
+        determine the HTTP status. A generator can only close its stream on the bus if it has
+        begun, so a generator that has such a stream must begin here."""
         self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -157,7 +157,9 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
         ignored.add("user")
     headers = ignored.headers
     if body.stream:
-        return EventStream(_events(run, answer), headers)
+        streamed = EventStream(_events(run, answer), headers)
+        await streamed.read_first()
+        return streamed
     for sequence in await run.finished(request):
         answer.choices.append(
             Choice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -89,13 +89,16 @@ async def run(request: Request) -> Response:
     if body.seed is not None:
         options["seed"] = seed_of(body.seed)
     begun = await Run.begin(request, gateway, prompt_for(model, prompt), options)
-    return EventStream(_events(begun, model.name))
+    answer = EventStream(_events(begun, model.name))
+    await answer.read_first()
+    return answer
 
 
 async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:
-    yield event(InitialRun(new_id("run-"), "initial-run", int(time.time()), model))
-    async with aclosing(run.forks()) as forks:
-        async for fork in forks:
-            usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)
-            yield event(RunPart("run", [fork], usage))
-    yield DONE
+    with closing(run):
+        yield event(InitialRun(new_id("run-"), "initial-run", int(time.time()), model))
+        async with aclosing(run.forks()) as forks:
+            async for fork in forks:
+                usage = RunUsage(run.usage.sampled, run.usage.processed, run.usage.cost)
+                yield event(RunPart("run", [fork], usage))
+        yield DONE

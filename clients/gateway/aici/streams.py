@@ -128,7 +128,11 @@ class Run:
             for fork in self._failed(error):
                 yield fork
         finally:
-            self._stream.close()
+            self.close()
+
+    def close(self) -> None:
+        """Cancels the request if it has not ended."""
+        self._stream.close()
 
     async def finished(self, request: Request) -> list[GeneratedSequence]:
         """Waits until the stream has ended, and returns all of its sequences."""

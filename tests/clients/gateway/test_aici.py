@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -15,12 +16,14 @@ from typing import Any
 import httpx
 import pytest
 from msgspec import Struct
-from tokenbus.clients import Client
+from tokenbus.clients import AsyncStream, Client
 from tokenbus.clients.gateway.aici.completions import AiciCompletion
 from tokenbus.clients.gateway.aici.modules import TagInfo, Uploaded
 from tokenbus.clients.gateway.aici.runs import RunPart, RunRequest
 from tokenbus.clients.gateway.aici.streams import BACKTRACK, Fork, Usage
+from tokenbus.clients.gateway.app import build
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.settings import Settings
 
 from ...processes import Bus, Gateway, until
 from ...workers.controller.wasm.aici_guests import puppet
@@ -312,6 +315,47 @@ def test_a_client_that_leaves_ends_its_run(
             assert "initial-run" in next(lines)
             assert '"run"' in next(lines)
         until(lambda: not _live(client), 300.0, "the end of a run whose client has disconnected")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/v1/run", "/v1/completions"])
+async def test_a_client_that_leaves_before_the_first_event_ends_its_run(
+    steered: Bus, aici: AiciClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = AsyncStream.close, []
+    monkeypatch.setattr(AsyncStream, "close", lambda stream: closed.append(close(stream)))
+    asked = {"controller": "puppet"} if path == "/v1/run" else {"aici_module": "puppet", **EARLIER}
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 900} | asked).encode()
+    messages = [{"type": "http.request", "body": body}]
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        assert message["status"] == 200
+        left.set()
+        await asyncio.Event().wait()
+
+    app = build(Settings(front=steered.front), None)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+    }
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)
+        assert closed
+        with steered.client() as client:
+            until(lambda: not _live(client), 300.0, "the end of a run whose client has left")
 
 
 def _live(client: Client) -> list[str]:
