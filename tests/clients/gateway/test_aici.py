@@ -322,8 +322,14 @@ def test_a_client_that_leaves_ends_its_run(
 async def test_a_client_that_leaves_before_the_first_event_ends_its_run(
     steered: Bus, aici: AiciClient, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close, closed = AsyncStream.close, []
-    monkeypatch.setattr(AsyncStream, "close", lambda stream: closed.append(close(stream)))
+    close = AsyncStream.close
+    closed: list[AsyncStream] = []
+
+    def closing(stream: AsyncStream) -> None:
+        closed.append(stream)
+        close(stream)
+
+    monkeypatch.setattr(AsyncStream, "close", closing)
     asked = {"controller": "puppet"} if path == "/v1/run" else {"aici_module": "puppet", **EARLIER}
     body = json.dumps({"prompt": PROMPT, "max_tokens": 900} | asked).encode()
     messages = [{"type": "http.request", "body": body}]
