@@ -104,6 +104,21 @@ def test_the_workers_are_asked_for_the_streams_of_a_session_that_comes(bench: Be
     assert [kinds(bench, name) for name in "ab"] == [["CLAIM"], ["CLAIM"]]
 
 
+def test_a_client_with_a_stolen_token_does_not_keep_its_owner_out(bench: Bench) -> None:
+    """The owner comes from another broker, at which its session was, and has another key."""
+    hello = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    bench.client("thief", "HELLO", hello, "b" * 64)
+    [(_, welcome)] = bench.client("owner", "HELLO", hello, "a" * 64)
+    assert welcome["session"] == TOKEN
+    journal(bench, "a", 3, session=session_id(TOKEN, "a" * 64))
+    kinds(bench, "a")
+    attach = {"stream_id": 1, "received": 1, "moves": 0}
+    bench.client("thief", "ATTACH", attach, "b" * 64)
+    assert kinds(bench, "a") == []
+    bench.client("owner", "ATTACH", attach, "a" * 64)
+    assert kinds(bench, "a") == ["ATTACH"]
+
+
 @pytest.mark.parametrize("key", ["", "k"])
 def test_a_worker_receives_the_owner_of_a_session(bench: Bench, key: str) -> None:
     """At the worker, the sessions of one key take turns as if they were one session."""
