@@ -160,6 +160,11 @@ class Worker:
         store do not take places, because the uploads of one client could take all of them."""
         return len(self.steers) + self.elsewhere < self.capacity
 
+    def has_place_beyond(self, part: int) -> bool:
+        """Whether one more controller fits into the capacity of a controller worker plus a fraction
+        1/``part`` of the capacity."""
+        return len(self.steers) + self.elsewhere < self.capacity + self.capacity // part
+
     def names(self) -> list[str]:
         """The models, including patterns, and the tools that the worker offers."""
         patterns = (p for p in self.patterns if p not in self.models)

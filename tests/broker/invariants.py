@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tokenbus.broker.core import Broker
 from tokenbus.broker.session import Session
 from tokenbus.broker.stream_log import MAX_ENDS
@@ -120,3 +122,7 @@ def _check_workers(broker: Broker) -> None:
         for number, request in worker.steers.items():
             assert state.requests[number] is request
             assert request.steered_by is worker
+    steered = [r for worker in state.workers.values() for r in worker.steers.values()]
+    placed = Counter((r.steered.owner, None) for r in steered)
+    placed.update((r.steered.owner, r.fields.by) for r in steered if r.fields.by)
+    assert broker.dispatcher._controllers._placed == placed
