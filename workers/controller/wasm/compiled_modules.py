@@ -18,7 +18,7 @@ import platform
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -149,13 +149,15 @@ class CompiledModules:
                 self._interpreters[language] = loaded
             return loaded
 
-    def drop(self, module: str) -> None:
-        """Removes a module from memory and disk."""
+    def drop(self, modules: Collection[str]) -> None:
+        """Removes modules from memory and disk."""
         with self._lock:
-            _, size = self._kept.pop(module, (None, 0))
-            self._kept_bytes -= size
-        for file in self._folder.glob(f"{module}-*"):
-            file.unlink(missing_ok=True)
+            for module in modules:
+                _, size = self._kept.pop(module, (None, 0))
+                self._kept_bytes -= size
+        for file in self._folder.glob("*-*") if modules else ():
+            if file.name.partition("-")[0] in modules:
+                file.unlink(missing_ok=True)
 
     # --- inside ---------------------------------------------------------------------------------
 
