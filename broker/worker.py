@@ -139,8 +139,10 @@ class Worker:
 
     @property
     def _num_requests(self) -> int:
-        """Number of the worker's requests of this broker and of other brokers."""
-        return len(self.requests) + (self.elsewhere if self.role == "gpu" else 0)
+        """Number of the worker's requests of this broker and of other brokers. Attempts with a
+        fence count too, because the worker may still run them, or report them for adoption."""
+        elsewhere = self.elsewhere if self.role == "gpu" else 0
+        return len(self.requests) + len(self.fences) + elsewhere
 
     @property
     def fill(self) -> float:
