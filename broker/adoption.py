@@ -25,6 +25,7 @@ from .controllers import Controllers
 from .dispatch import Dispatcher
 from .ends import Ends
 from .fences import NO_SESSION, drop, give_up, send_claim
+from .quotas import Quotas
 from .request import STREAMS, Attachment, Request, RoutingFields, Steering
 from .returns import Returns
 from .session import Session
@@ -57,6 +58,7 @@ class Adoption:
         attaches: Attaches,
         ends: Ends,
         controllers: Controllers,
+        quotas: Quotas,
     ) -> None:
         self._state = state
         self._settings = state.settings
@@ -66,6 +68,7 @@ class Adoption:
         self._attaches = attaches
         self._ends = ends
         self._controllers = controllers
+        self._quotas = quotas
         self._ended = False
         self._adopted = 0
         self._due: deque[tuple[float, Request]] = deque()
@@ -208,7 +211,9 @@ class Adoption:
             # stream has ended, or continues at another broker.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
-            return session if begun_before and not known else None
+            fits = len(session.streams) < self._settings.max_streams
+            fits = fits and self._quotas.has_stream(session)
+            return session if begun_before and not known and fits else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
         return self._session_of(header)
@@ -270,9 +275,10 @@ class Adoption:
             worker = request.worker
             if request.type not in STREAMS or (worker is None and request.interruption is None):
                 continue
-            self._dispatcher.withdraw(request)
             if worker is not None:
+                # The fence keeps the place of the stream until the worker has reported the stream.
                 worker.fences.add(request.id, session.id, request.stream_id)
+            self._dispatcher.withdraw(request)
         self._claims.add(session.id, peer)
         self._begin_claims(now)
         self._controllers.start_of(session)
@@ -312,7 +318,10 @@ class Adoption:
         requests (``in_flight.py``)."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
+        num_fences = len(worker.fences)
         number = worker.fences.answered(session, self._state.now)
+        if len(worker.fences) < num_fences:
+            self._dispatcher.resume(worker)
         if session == NO_SESSION:
             self._dispatcher.on_taken(worker, number)
             return

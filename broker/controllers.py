@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import decode_header, encode_header
@@ -43,12 +44,16 @@ class Controllers:
         self._pace = Pace()
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
+        self._placed: Counter[tuple[str, str | None]] = Counter()
+        """Number of requests with a place at a controller worker, by client and user. The user None
+        stands for all users of the client."""
 
-    def check(self, name: str) -> bool:
-        """Whether a request for the controller ``name`` has to wait for a worker that may still
-        register. Raises an error if the request is refused."""
+    def check(self, request: Request) -> bool:
+        """Whether a new request with a controller has to wait for a worker that may still register.
+        Raises an error if the request is refused."""
+        name = request.controller
         try:
-            self.choose(name)
+            self._place_for(request)
         except TokenbusError as error:
             full = error.code == Code.QUEUE_FULL
             if not (self._may_register(name, error) or (full and self._is_replaced(name))):
@@ -143,10 +148,46 @@ class Controllers:
         """
         if request.steered.worker is None and not self._may_come_back(request):
             with contextlib.suppress(TokenbusError):
-                self._assign(request, self.choose(request.controller, request.steered.served_as))
+                self._assign(request, self._place_for(request))
+
+    def _place_for(self, request: Request) -> Worker:
+        """The worker at which a request may reserve a place; raises an error as ``choose`` does."""
+        try:
+            return self.choose(request.controller, request.steered.served_as)
+        except UnavailableError as error:
+            worker = self._beyond_capacity(request) if error.code == Code.QUEUE_FULL else None
+            if worker is None:
+                raise
+            return worker
+
+    def _beyond_capacity(self, request: Request) -> Worker | None:
+        """Chooses a worker for a request although all workers are full. Returns None if a
+        controller of the same client or, if the request names a user, of the same user has a place
+        at a worker.
+
+        Without this exception, the programs of one client could take all places for hours. The
+        bounds are those of ``Placement.beyond_capacity``.
+        """
+        by = request.fields.by
+        if self._placed[_owner(request), by or None]:
+            return None
+        part = 16 if by else 8
+        serving = self._pools.steering(self._pattern_of(request)).workers.values()
+        ready = (worker for worker in serving if worker.state is WorkerState.READY)
+        free = (worker for worker in ready if worker.has_place_beyond(part))
+        return min(free, key=lambda worker: worker.fill, default=None)
+
+    def _count(self, request: Request, change: int) -> None:
+        """Counts the place of a request, or stops counting it (``change`` -1)."""
+        owner = request.steered.owner
+        for place in {(owner, None), (owner, request.fields.by or None)}:
+            self._placed[place] += change
+            if not self._placed[place]:
+                del self._placed[place]
 
     def _assign(self, request: Request, worker: Worker) -> None:
-        request.steered.worker = worker
+        request.steered.worker, request.steered.owner = worker, _owner(request)
+        self._count(request, 1)
         request.steered.awaited, request.steered.unknown = False, ""
         worker.steers[request.id] = request
         self._pools.note(worker)
@@ -434,7 +475,13 @@ class Controllers:
         if worker is not None:
             worker.steers.pop(request.id, None)
             request.steered.worker = None
+            self._count(request, -1)
             self._pools.note(worker)
+
+
+def _owner(request: Request) -> str:
+    """The client of a request: its key or, without a key, its session."""
+    return request.session.key or str(request.session.id)
 
 
 def _unknown(message: str) -> RequestError:

@@ -79,7 +79,7 @@ class Broker:
         self.dispatcher = dispatcher = Dispatcher(state, controllers, moves, ends, placement)
         buffers, quotas = Buffers(state, dispatcher), Quotas(state)
         attaches = Attaches(state, ends, moves)
-        self.adoption = adoption = Adoption(state, dispatcher, attaches, ends, controllers)
+        self.adoption = adoption = Adoption(state, dispatcher, attaches, ends, controllers, quotas)
         self._admission = admission = Admission(state, dispatcher, buffers, quotas, ends)
         self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
         drains = Drains(state, placement, controllers)

@@ -92,7 +92,7 @@ class Dispatcher:
         elif beyond is None:
             self._queue_bounds.check(request, state.num_queued, state.now)
         if request.steering is not None:
-            request.steering.awaited = self._controllers.check(request.controller)
+            request.steering.awaited = self._controllers.check(request)
         if beyond is not None:
             beyond.take_beyond(request)
             worker = beyond

@@ -90,8 +90,8 @@ class Fences:
         """The fences by session and stream. A stream may have several fences, because a client may
         reuse its ``stream_id``."""
 
-    def __bool__(self) -> bool:
-        return bool(self._by_request)
+    def __len__(self) -> int:
+        return len(self._by_request)
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
         """Adds or restarts the fence of a request. After the next CLAIM, the caller passes this

@@ -32,8 +32,10 @@ the broker drops the repetition."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
 """Maximum bytes of the unanswered inputs of all clients together. An input counts each time it is
 passed on, because each repetition adds a message to the state worker's queue."""
-INPUT_BYTES = 256
-"""Bytes that count for an unanswered input in addition to its text, each time it is passed on."""
+INPUT_BYTES = 4_096
+"""Bytes that count for an unanswered input in addition to its text, each time it is passed on. They
+bound the number of inputs, because the state worker takes some 40 µs for each, and the operations
+of other clients wait meanwhile."""
 
 
 @dataclass(slots=True)

@@ -103,6 +103,9 @@ class Steering:
     name: str
     worker: Worker | None = None
     """The worker that runs the controller, or has a place reserved for it."""
+    owner: str = ""
+    """The client for which this place is counted: the key of the session or, without a key, the
+    session. The key of an adopted request may become known later."""
     awaited: bool = False
     """Whether no worker served the controller when the request was accepted. The broker accepts
     such a request if a worker may still register. The flag is cleared when a worker is chosen."""

@@ -160,17 +160,16 @@ class Session:
 
 
 class SessionTable:
-    """The sessions, by id, by connection and by token.
+    """The sessions, by id and by connection.
 
-    Each session is in ``by_id``, in ``by_token`` if its token is known, and in ``by_peer`` only
-    while it has a connection. Only this class changes ``session.peer``.
+    Each session is in ``by_id``, and in ``by_peer`` only while it has a connection. Only this class
+    changes ``session.peer``.
     """
 
     def __init__(self, recent: Recent) -> None:
         self._recent = recent
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
-        self.by_token: dict[str, Session] = {}
         self._by_key: dict[str, dict[int, Session]] = {}
         """By key: the sessions of its clients. Sessions without a key are not in this dict."""
         self._uses: dict[str, KeyUse] = {}
@@ -189,8 +188,6 @@ class SessionTable:
         session.log = StreamLog(self._recent, session.id)
         self.by_id[session.id] = session
         self._add_key(session)
-        if session.token:
-            self.by_token[session.token] = session
         if session.peer is not None:
             self.by_peer[session.peer] = session
 
@@ -198,7 +195,6 @@ class SessionTable:
         """Removes a session that ends."""
         session.alive = False
         self.by_id.pop(session.id, None)
-        self.by_token.pop(session.token, None)
         self._remove_key(session)
         self.detach(session)
 
@@ -208,7 +204,13 @@ class SessionTable:
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)
-        self.by_token[token] = session
+
+    def of(self, token: str, key: str) -> Session | None:
+        """The session with this token of a client with this key. None if there is no such session,
+        or if the client has not connected yet. Clients with different keys may have sessions with
+        the same token."""
+        session = self.by_id.get(session_id(token, key))
+        return session if session is not None and session.token == token else None
 
     def of_key(self, key: str) -> list[Session]:
         """The sessions of the clients whose key is ``key``."""

@@ -66,7 +66,8 @@ class Sessions:
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
     ) -> Session:
         """Opens a session on the connection ``peer``. ``chosen``: the token that the client
-        requests. The session gets this token if the token is valid and no session has it.
+        requests. The session gets this token if the token is valid and no session of ``key`` has
+        it.
 
         Raises ``client_limit`` if the sessions of ``key`` have reached the key's share, and
         ``queue_full`` if the table is full.
@@ -87,8 +88,7 @@ class Sessions:
 
     def _is_free(self, token: str, key: str) -> bool:
         """Whether a client with this key may begin a session with a token of its own choice."""
-        taken = token in self._table.by_token or session_id(token, key) in self._table.by_id
-        return is_session_token(token) and not taken
+        return is_session_token(token) and session_id(token, key) not in self._table.by_id
 
     def hello(
         self, peer: bytes, session: Session | None, frames: list[bytes], key: str, now: float
@@ -129,10 +129,10 @@ class Sessions:
         """Finds the session that a HELLO takes over; None if the client begins a new session."""
         if not hello.session:
             return None
-        known = self._table.by_token.get(hello.session)
+        known = self._table.of(hello.session, key)
         recovers = "recover" in hello.capabilities
-        if known is not None and (known.key != key or not (hello.elsewhere and recovers)):
-            return known if known.key == key else None
+        if known is not None and not (hello.elsewhere and recovers):
+            return known
         if not recovers:
             return None
         if known is None:

@@ -139,8 +139,10 @@ class Worker:
 
     @property
     def _num_requests(self) -> int:
-        """Number of the worker's requests of this broker and of other brokers."""
-        return len(self.requests) + (self.elsewhere if self.role == "gpu" else 0)
+        """Number of the worker's requests of this broker and of other brokers. Attempts with a
+        fence count too, because the worker may still run them, or report them for adoption."""
+        elsewhere = self.elsewhere if self.role == "gpu" else 0
+        return len(self.requests) + len(self.fences) + elsewhere
 
     @property
     def fill(self) -> float:
@@ -159,6 +161,11 @@ class Worker:
         """Whether a controller worker has a place for one more controller. Requests to the module
         store do not take places, because the uploads of one client could take all of them."""
         return len(self.steers) + self.elsewhere < self.capacity
+
+    def has_place_beyond(self, part: int) -> bool:
+        """Whether one more controller fits into the capacity of a controller worker plus a fraction
+        1/``part`` of the capacity."""
+        return len(self.steers) + self.elsewhere < self.capacity + self.capacity // part
 
     def names(self) -> list[str]:
         """The models, including patterns, and the tools that the worker offers."""

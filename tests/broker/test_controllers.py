@@ -30,6 +30,7 @@ from tokenbus.protocol.worker_messages import (
 )
 
 from ..worlds.broker import Bench, generate, peer_of
+from .invariants import check
 
 START = Start(
     controller="mine",
@@ -162,6 +163,34 @@ def test_full_controller_workers_are_a_reason_to_try_later(bench: Bench) -> None
     [(kind, body)] = bench.client("c", "GENERATE", generate(2, controller="mine"))
     assert (kind, body["code"]) == ("ERROR", "queue_full")
     assert body["retry_after_s"] > 0
+
+
+def test_the_first_controller_of_another_client_gets_a_place_above_the_capacity() -> None:
+    bench = Bench()
+    bench.worker("gpu", capacity=99)
+    controller_worker(bench, "a", capacity=16)
+    for stream in range(16):
+        assert not bench.client("ann", "GENERATE", generate(stream, controller="mine"), "a" * 64)
+    [(_, error)] = bench.client("ann", "GENERATE", generate(16, controller="mine"), "a" * 64)
+    assert error["code"] == "queue_full"
+    bench.to_worker("gpu")
+    assert not bench.client("ben", "GENERATE", generate(1, controller="mine"), "b" * 64)
+    [(_, header)] = bench.to_worker("gpu")
+    assert start(bench, header) == "a:START"
+    # A client has one such place, until its request ends.
+    [(_, error)] = bench.client("ben", "GENERATE", generate(2, controller="mine"), "b" * 64)
+    assert error["code"] == "queue_full"
+    ended(bench, 1, header)
+    bench.to_client("ben")
+    assert not bench.client("ben", "GENERATE", generate(2, controller="mine"), "b" * 64)
+    # An eighth of the capacity is for such places, and half of it for users of clients.
+    by_user = generate(1, controller="mine") | {"by": "user"}
+    [(_, error)] = bench.client("cleo", "GENERATE", by_user, "c" * 64)
+    assert error["code"] == "queue_full"
+    assert not bench.client("cleo", "GENERATE", generate(1, controller="mine"), "c" * 64)
+    [(_, error)] = bench.client("dan", "GENERATE", generate(1, controller="mine"), "d" * 64)
+    assert error["code"] == "queue_full"
+    check(bench.broker)
 
 
 def test_a_message_between_workers_arrives_with_its_sender(bench: Bench) -> None:

@@ -175,7 +175,7 @@ def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
     for number in range(20):
         bench.client(f"ann {number}", "HELLO", {}, ANN)
     assert len(bench.broker.state.sessions.of_key(ANN)) <= 4
-    assert welcome["session"] in bench.broker.state.sessions.by_token
+    assert bench.broker.state.sessions.of(welcome["session"], BEN) is not None
 
 
 @pytest.mark.parametrize("key", [ANN, ""])
@@ -187,11 +187,11 @@ def test_each_client_without_a_place_searches_some_sessions_only(key: str) -> No
     for name in range(number - 1):
         assert ask(bench, f"{name}", 1, key) == ""
     [(_, welcome)] = bench.client("idle", "HELLO", {}, key)
-    tokens = bench.broker.state.sessions.by_token
+    sessions = bench.broker.state.sessions
     refused = 0
-    while welcome["session"] in tokens:
+    while sessions.of(welcome["session"], key) is not None:
         [(verb, _)] = bench.client(f"new {refused}", "HELLO", {}, key)
-        assert (verb == "ERROR") == (welcome["session"] in tokens)
+        assert (verb == "ERROR") == (sessions.of(welcome["session"], key) is not None)
         refused += verb == "ERROR"
     assert refused == (number - 1) // MAX_SEARCHED
 

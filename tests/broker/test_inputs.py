@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenbus.broker import inputs
-from tokenbus.broker.inputs import AGAIN_S, INPUT_BYTES
+from tokenbus.broker.inputs import AGAIN_S, INPUT_BYTES, MAX_UNANSWERED_BYTES
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
@@ -123,6 +123,20 @@ def test_a_client_cannot_have_all_room_for_unanswered_inputs(
     stored(bench, request)
     bench.to_client("c")
     assert give(bench, 3) == []
+
+
+def test_small_inputs_of_a_client_do_not_hold_up_the_state_worker_for_long() -> None:
+    """The state worker handles the operations of all clients in their order."""
+    bench = Bench()
+    bench.worker("gpu", capacity=99)
+    controller_worker(bench, "controller", capacity=99)
+    state_worker(bench)
+    for stream in range(80):
+        bench.client("c", "GENERATE", generate(stream, controller="mine"))
+        for number in range(1, MAX_WAITING_INPUTS + 1):
+            bench.client("c", "INPUT", {"stream_id": stream, "number": number, "text": "x"})
+    passed = len(bodies(bench, "state", "VARIABLE", Variable))
+    assert passed == MAX_UNANSWERED_BYTES // 2 // (INPUT_BYTES + 1) < 4_096
 
 
 def test_an_unanswered_input_counts_each_time_it_is_passed_on(

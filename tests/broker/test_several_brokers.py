@@ -4,6 +4,7 @@ times."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
+from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Attach, Token
 from tokenbus.protocol.worker_messages import (
     Claimed,
@@ -28,6 +30,7 @@ from tokenbus.protocol.worker_messages import (
 from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check_empty
 
+ANN, BEN = "a" * 64, "b" * 64
 TOKEN = "0123456789abcdef" * 2
 """The token of a session that began at another broker."""
 SESSION = session_id(TOKEN)
@@ -102,6 +105,78 @@ def test_the_workers_are_asked_for_the_streams_of_a_session_that_comes(bench: Be
     assert (welcome["session"], welcome["recovering"]) == (TOKEN, True)
     assert "resumed" not in welcome
     assert [kinds(bench, name) for name in "ab"] == [["CLAIM"], ["CLAIM"]]
+
+
+def test_a_client_with_a_stolen_token_does_not_keep_its_owner_out(bench: Bench) -> None:
+    """The owner comes from another broker, at which its session was, and has another key."""
+    hello = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    bench.client("thief", "HELLO", hello, "b" * 64)
+    [(_, welcome)] = bench.client("owner", "HELLO", hello, "a" * 64)
+    assert welcome["session"] == TOKEN
+    journal(bench, "a", 3, session=session_id(TOKEN, "a" * 64))
+    kinds(bench, "a")
+    attach = {"stream_id": 1, "received": 1, "moves": 0}
+    bench.client("thief", "ATTACH", attach, "b" * 64)
+    assert kinds(bench, "a") == []
+    bench.client("owner", "ATTACH", attach, "a" * 64)
+    assert kinds(bench, "a") == ["ATTACH"]
+
+
+@pytest.fixture
+def keyed() -> Bench:
+    """A broker with a worker and two tenants. One tenant has a quota of two streams."""
+    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0, max_streams=3)
+    clients = {"ann": Allowed(public=ANN, streams=2), "ben": Allowed(public=BEN)}
+    bench.broker.on_keys(clients, {}, bench.now)
+    bench.worker("a", capacity=4)
+    return bench
+
+
+def again(bench: Bench, client: str, key: str, streams: Sequence[int]) -> list[int]:
+    """Claims a session, on another connection each time, and begins streams before the worker
+    reports its streams. Then the worker reports all streams that it has received from the client.
+    Returns the streams that the session then has."""
+    said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    bench.client(client, "HELLO", said, key)
+    session = bench.broker.state.sessions.by_id[session_id(TOKEN, key)]
+    [worker] = bench.broker.state.workers.values()
+    fences = worker.fences.by_session.get(session.id, {}).values()
+    reported = [(f.request, f.session, f.stream_id) for of in fences for f in of]
+    for stream in streams:
+        bench.client(client, "GENERATE", generate(stream), key)
+    for request, number, stream in reported:
+        body = encode_body(Journal(type="GENERATE", moves=0, entries=0), "msgpack")
+        head = encode_header(request, number, Flag.MSGPACK)
+        frames = [b"JOURNAL", head, body, encode_body([], "msgpack")]
+        frames.append(encode_body(generate(stream), "msgpack"))
+        bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
+    claimed(bench, "a", session=session.id)
+    return sorted(session.streams)
+
+
+@pytest.mark.parametrize(("key", "most"), [(ANN, 2), (BEN, 3)])
+def test_a_session_that_is_claimed_again_and_again_stays_within_its_bounds(
+    keyed: Bench, key: str, most: int
+) -> None:
+    """While the worker is asked, the broker does not count the streams of the session."""
+    assert again(keyed, "c1", key, range(1, most + 1)) == list(range(1, most + 1))
+    assert again(keyed, "c2", key, []) == list(range(1, most + 1))
+    assert len(again(keyed, "c3", key, range(11, 11 + most))) == most
+
+
+def test_streams_that_are_claimed_keep_their_places_at_the_worker(keyed: Bench) -> None:
+    """Otherwise a client could fill the worker far beyond its capacity, and the requests of other
+    clients would wait for all its streams."""
+    again(keyed, "c1", BEN, [1, 2])
+    [worker] = keyed.broker.state.workers.values()
+    said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    keyed.client("c2", "HELLO", said, BEN)
+    for stream in (3, 4, 5):
+        keyed.client("c2", "GENERATE", generate(stream), BEN)
+    assert sorted(request.stream_id for request in worker.requests.values()) == [3, 4]
+    # The worker has lost both streams, so that the queued request gets a place.
+    claimed(keyed, "a", session=session_id(TOKEN, BEN))
+    assert sorted(request.stream_id for request in worker.requests.values()) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("key", ["", "k"])

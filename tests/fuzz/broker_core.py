@@ -190,7 +190,8 @@ class Play:
         self.sent = (self.sent + messages)[-50:]
 
     def _token(self) -> str:
-        return self.draws.pick([*self.broker.state.sessions.by_token, "none"][:200])
+        tokens = [session.token for session in self.broker.state.sessions]
+        return self.draws.pick([*filter(None, tokens), "none"][:200])
 
     def _session(self) -> int:
         return self.draws.pick([*self.broker.state.sessions.by_id, 3][:200])

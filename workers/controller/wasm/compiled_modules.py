@@ -18,7 +18,7 @@ import platform
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +31,9 @@ import wasmtime
 from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, UnavailableError
 from ...whole_files import clear_left, write_first, write_whole
+from ..backends.compiling.turns import Turns
 from ..limits import Limits
-from ..pool import waiting
+from ..pool import tenant_of_thread, waiting
 from ..scripts.engines import engine
 from ..scripts.sources import Source, is_script, read_source
 from .module_compiler import check_script, compile_interpreter, compile_module
@@ -42,14 +43,14 @@ log = logging.getLogger(__name__)
 KEPT_BYTES = 256 * 1024**2
 """Maximum bytes of compiled forms in memory; the least recently used form is removed first."""
 AT_ONCE = 2
-"""Maximum modules that are compiled at the same time. Further uploads are refused, and the client
-has to send them again."""
+"""Maximum modules that are compiled at the same time, all but one of them for one tenant. Further
+uploads are refused, and the client has to send them again."""
 INTERPRETER = "interpreter-"
 """Beginning of the names of the interpreters' compiled forms. A client may upload the bytes of an
 interpreter as a module, and delete this module. The name of the interpreter is therefore not the
 hash of its bytes."""
 TURN_S = 60.0
-"""Maximum seconds that a stream waits because ``AT_ONCE`` other modules are being compiled."""
+"""Maximum seconds that a stream waits because too many other modules are being compiled."""
 
 _MAC_BYTES = 32
 _KEY_BYTES = 32
@@ -95,7 +96,7 @@ class CompiledModules:
         self._kept: OrderedDict[str, tuple[Loaded, int]] = OrderedDict()
         self._kept_bytes = 0
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        self._compiling = threading.Semaphore(AT_ONCE)
+        self._compiling = Turns(AT_ONCE)
         self._interpreters: dict[str, Loaded] = {}
         """The loaded interpreters by language. They are not in ``_kept``, because the modules of
         clients would evict them."""
@@ -148,13 +149,15 @@ class CompiledModules:
                 self._interpreters[language] = loaded
             return loaded
 
-    def drop(self, module: str) -> None:
-        """Removes a module from memory and disk."""
+    def drop(self, modules: Collection[str]) -> None:
+        """Removes modules from memory and disk."""
         with self._lock:
-            _, size = self._kept.pop(module, (None, 0))
-            self._kept_bytes -= size
-        for file in self._folder.glob(f"{module}-*"):
-            file.unlink(missing_ok=True)
+            for module in modules:
+                _, size = self._kept.pop(module, (None, 0))
+                self._kept_bytes -= size
+        for file in self._folder.glob("*-*") if modules else ():
+            if file.name.partition("-")[0] in modules:
+                file.unlink(missing_ok=True)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -217,22 +220,24 @@ class CompiledModules:
 
     @contextmanager
     def _place_to_compile(self, wait_s: float) -> Iterator[None]:
-        """Takes one of ``AT_ONCE`` places. Raises UnavailableError if none becomes free within
-        ``wait_s`` seconds."""
-        taken = self._compiling.acquire(blocking=False)
+        """Takes one of ``AT_ONCE`` places for the tenant of this thread's job. Raises
+        UnavailableError if the tenant does not get a place within ``wait_s`` seconds."""
+        tenant = tenant_of_thread()
+        taken = self._compiling.acquire(tenant, 0.0)
         if not taken and wait_s:
             with waiting():
-                taken = self._compiling.acquire(timeout=wait_s)
+                taken = self._compiling.acquire(tenant, wait_s)
         if not taken:
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"{AT_ONCE} modules are being compiled, which is the maximum; try again",
+                f"at most {AT_ONCE} modules are compiled at the same time, and at most "
+                f"{AT_ONCE - 1} of one client; try again",
                 retry_after_s=1.0,
             )
         try:
             yield
         finally:
-            self._compiling.release()
+            self._compiling.release(tenant)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:
         """The module in the file on disk, and the size of its compiled form; None if the file is

@@ -21,7 +21,7 @@ import fcntl
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -172,7 +172,7 @@ class ModuleStore:
             # module's files stay.
             if error.code != Code.STORE_FAILED:
                 with self._locked():
-                    self._drop_unused(module)
+                    self._drop_unused([module])
             raise
 
     def tag(self, tenant: str, name: str, tags: list[str], by: str = "") -> StoredModule:
@@ -365,8 +365,7 @@ class ModuleStore:
                 self._copies.save(table)
         except OSError as error:
             log.warning("the local copy of a table is stored without its version: %s", error)
-        for module in had - table.modules.keys():
-            self._drop_unused(module)
+        self._drop_unused(had - table.modules.keys())
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -376,14 +375,14 @@ class ModuleStore:
     def _save(self, table: Table) -> None:
         """Writes a local copy of a table, and removes the files of modules that no tenant has any
         more. Called under the lock."""
-        for module in self._copies.save(table):
-            self._drop_unused(module)
+        self._drop_unused(self._copies.save(table))
 
-    def _drop_unused(self, module: str) -> None:
-        """Removes the files of a module, unless a tenant has the module. Called under the lock."""
-        if not self._copies.use(module):
+    def _drop_unused(self, modules: Iterable[str]) -> None:
+        """Removes the files of the modules that no tenant has. Called under the lock."""
+        unused = self._copies.unused(modules)
+        for module in unused:
             self._file(module).unlink(missing_ok=True)
-            self._compiled.drop(module)
+        self._compiled.drop(unused)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec import structs
@@ -69,10 +70,20 @@ class TableCopies:
 
     def use(self, module: str) -> bool:
         """Whether the table of any tenant has the module."""
-        contents = (file.read_bytes() for file in self._folder.glob("*.json"))
-        # Most tables do not contain the id, so they are not decoded.
-        named = (content for content in contents if module.encode() in content)
-        return any(module in decode_table(content).modules for content in named)
+        return not self.unused([module])
+
+    def unused(self, modules: Iterable[str]) -> set[str]:
+        """Returns the modules among ``modules`` that the table of no tenant has. Each table is read
+        once, because the caller has locked the store for all tenants."""
+        unused = set(modules)
+        for file in self._folder.glob("*.json"):
+            if not unused:
+                break
+            content = file.read_bytes()
+            # Most tables do not contain the id of a single module, so they are not decoded.
+            if len(unused) > 1 or next(iter(unused)).encode() in content:
+                unused -= decode_table(content).modules.keys()
+        return unused
 
     def _table(self, tenant: str, content: bytes) -> Table:
         """The table in the content of a file. The caller may change the returned table. The content

@@ -4,6 +4,7 @@ the machines that need them."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,30 @@ def test_a_module_that_was_deleted_elsewhere_goes_here_too(machines: Machines) -
     with pytest.raises(RequestError, match="unknown controller"):
         two.resolve("anna", name)
     assert two.own(name) is None
+
+
+def test_modules_that_were_deleted_elsewhere_are_looked_for_once_in_each_table(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests of all tenants wait meanwhile."""
+    here, there = machines.add(), machines.add()
+    here.put("ben", module(9))
+    names = [there.put("ann", module(number)).module for number in range(3)]
+    for name in names:
+        assert here.wasm(here.resolve("ann", name)) is not None
+    for name in names:
+        there.delete("ann", name)
+    read, read_bytes = Counter[Path](), Path.read_bytes
+
+    def noted(file: Path) -> bytes:
+        read[file] += 1
+        return read_bytes(file)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    assert here.list("ann") == []
+    assert read[here._copies._file("ben")] == 1
+    assert not any(here._file(name).exists() for name in names)
+    assert len(here.list("ben")) == 1
 
 
 def test_of_two_that_assign_a_tag_at_the_same_time_one_wins_and_the_other_is_told(

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import queue
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from tokenbus.workers.controller.wasm.module_compiler import Compiled, compile_m
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
+
+from ....processes import until
 
 pytestmark = pytest.mark.process
 
@@ -405,7 +409,7 @@ def test_a_module_that_compiles_for_too_long_is_refused(
 
 def test_a_third_module_waits_while_two_are_compiled(modules: ModuleStore) -> None:
     for _ in range(compiled_modules.AT_ONCE):
-        assert modules._compiled._compiling.acquire(blocking=False)
+        assert modules._compiled._compiling.acquire("", 0.0)
     with pytest.raises(UnavailableError) as caught:
         modules.put("anna", module())
     assert caught.value.retry_after_s == 1.0
@@ -534,7 +538,7 @@ def test_an_interpreter_does_not_wait_for_the_modules_of_tenants(
     monkeypatch.setattr(compiled_modules, "engine", an_interpreter)
     monkeypatch.setattr(compiled_modules, "TURN_S", 0.0)
     for _ in range(compiled_modules.AT_ONCE):
-        assert modules._compiled._compiling.acquire(blocking=False)
+        assert modules._compiled._compiling.acquire("", 0.0)
     assert run(engine, modules.interpreter("python").module) == 5
 
 
@@ -566,6 +570,37 @@ def test_streams_that_wait_for_an_interpreter_free_their_slots(
         for _ in range(4):
             assert done.acquire(timeout=BOUND_S)
     finally:
+        pool.close()
+
+
+def test_a_tenant_does_not_take_all_places_to_compile(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only the worker of another machine has compiled the modules, streams compile them."""
+    owners = {module(at): owner for at, owner in enumerate(["ann", "ann", "ann", "ben"])}
+    names = {wasm: modules.put(owner, wasm).module for wasm, owner in owners.items()}
+    for name in names.values():
+        modules._compiled._file(name).unlink()
+    fresh = another(modules, engine)
+    began, ready = queue.SimpleQueue[str](), threading.Event()
+
+    def compile_slowly(wasm: bytes, limits: Limits) -> Compiled:
+        began.put(owners[wasm])
+        assert ready.wait(BOUND_S)
+        return compile_module(wasm, limits)
+
+    monkeypatch.setattr(compiled_modules, "compile_module", compile_slowly)
+    pool = Pool(8)
+    try:
+        *of_ann, of_ben = (partial(fresh.load, names[wasm]) for wasm in owners)
+        pool.submit(of_ann, hands=3, tenant="ann")
+        until(lambda: pool.waiting_jobs == 3, BOUND_S, "all modules of ann are waited for")
+        pool.submit([of_ben], tenant="ben")
+        assert [began.get(timeout=BOUND_S) for _ in range(2)] == ["ann", "ben"]
+        ready.set()
+        assert [began.get(timeout=BOUND_S) for _ in range(2)] == ["ann", "ann"]
+    finally:
+        ready.set()
         pool.close()
 
 
