@@ -255,8 +255,12 @@ class BackgroundTask:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        unsaved.add(job.last_event())
-        await self._finish(stored_answer(job, job.answer(job.status)), output_items(job))
+        last = await job.last_event()
+        stored, items = await job.composed(
+            lambda: (stored_answer(job, job.answer(job.status)), output_items(job))
+        )
+        unsaved.add(last)
+        await self._finish(stored, items)
 
     async def _read(self, job: ResponseJob) -> None:
         try:
