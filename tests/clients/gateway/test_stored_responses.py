@@ -8,7 +8,8 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -16,7 +17,9 @@ import openai
 import pytest
 from tokenbus.clients.gateway.bodies.value_counts import MAX_CONTAINERS
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.stored import background
 from tokenbus.clients.gateway.stored import database as bounds
+from tokenbus.clients.gateway.stored.background import BackgroundTask
 from tokenbus.clients.gateway.stored.database import (
     ContextTooLargeError,
     Database,
@@ -27,6 +30,7 @@ from tokenbus.clients.gateway.stored.database import (
 )
 from tokenbus.clients.gateway.stored.references import replaced
 from tokenbus.clients.gateway.stored.requests import Page, page_of
+from tokenbus.clients.gateway.stored.responses import StoredResponses
 from tokenbus.clients.gateway.stored.tables import FILE
 
 from ...processes import Bus, Gateway
@@ -383,6 +387,30 @@ def stepped(processes: None) -> Iterator[tuple[Bus, SteppedWorker, str]]:
 
 def client(gateway: Gateway, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120.0)
+
+
+@pytest.mark.anyio
+async def test_the_events_of_a_response_in_the_background_are_stored_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StoredResponses(tmp_path)
+    gateway = SimpleNamespace(stored=store)
+    response = Stored("1", "queued", b"{}", background=True, body=BODY)
+    await store.call(lambda database, user: database.save(user, response, [], store.owner))
+    task = BackgroundTask(cast(Any, gateway), "1", BODY)
+    part = b"x" * (background.GROUP_BYTES // 2) + b"\n\n"
+    for _ in range(5):
+        task._unsaved.add(part)
+    await task._save()
+    data = await store.call(
+        lambda database, _: database._connection.execute("SELECT data FROM events").fetchall()
+    )
+    assert b"".join(one for (one,) in data) == 5 * part
+    assert max(len(one) for (one,) in data) <= background.GROUP_BYTES
+    monkeypatch.setattr(background, "MAX_RESPONSE_BYTES", len(part) - 3)
+    with pytest.raises(ApiError, match="fewer logprobs"):
+        task._unsaved.add(part)
+    await store.close()
 
 
 @pytest.mark.process
