@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,6 +260,21 @@ def test_one_gateway_generates_a_response_at_a_time(
     found = database.cancel("ann", "1")
     assert found is not None
     assert found.status == "completed"
+    other.close()
+
+
+def test_gateways_take_turns_at_the_database(database: Database, tmp_path: Path) -> None:
+    other, begins = Database(tmp_path), threading.Event()
+    other._connection.set_trace_callback(
+        lambda sql: begins.set() if sql.startswith("BEGIN") else None
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with database._transaction():
+            saving = pool.submit(other.save, "ann", stored("1"), [])
+            assert begins.wait(60)
+        with database._transaction():
+            assert database.find("ann", "1") is not None
+        assert saving.result()
     other.close()
 
 
