@@ -21,6 +21,7 @@ from tokenbus.clients.gateway.generation.counter import (
     Counter,
     compose,
 )
+from tokenbus.clients.gateway.generation.generations import MAX_BATCH, Generations
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.completions import _count_echoes
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
@@ -33,7 +34,7 @@ from tokenbus.clients.gateway.stored.saving import SavedJob
 from tokenbus.clients.gateway.users.turns import Turns, current_user
 from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
-from tokenbus.protocol.messages import MAX_BODY_BYTES, ModelInfo, TokenizerFiles
+from tokenbus.protocol.messages import MAX_BODY_BYTES, ModelInfo, Token, TokenizerFiles
 from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
@@ -200,6 +201,37 @@ async def test_the_alternatives_of_a_response_are_composed_on_another_thread(
     loop = threading.current_thread()
     for kind in ("output_text.done", "content_part.done", "output_item.done", "completed"):
         assert threads[f"response.{kind}"] is not loop
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("named", [True, False])
+async def test_other_requests_run_between_the_unread_entries_of_a_stream(named: bool) -> None:
+    tops = dict.fromkeys(range(20), -1.0)
+    unread = [
+        Token(token=7, stream_id=1, logprob=-1.0, finish_reason=None, top_logprobs=tops)
+        for _ in range(2 * MAX_BATCH)
+    ]
+    arrivals = [[entry] for entry in unread] if named else [unread]
+
+    class Stream(SimpleNamespace):
+        async def arrived(self) -> list[Token]:
+            return arrivals.pop(0) if arrivals else []
+
+    client = SimpleNamespace(generate=lambda *_: Stream(close=lambda: None))
+    generations = Generations(cast(Any, client), ["a"], {}, None, Counter())
+    read: list[Token] = []
+
+    async def reads() -> None:
+        async for _, entries in generations.batches():
+            read.extend(entries)
+
+    reading = asyncio.ensure_future(reads())
+    steps = [0]
+    while not reading.done():
+        await asyncio.sleep(0)
+        steps.append(len(read) - sum(steps))
+    assert read == unread
+    assert max(steps) * (1 + len(tops)) <= MAX_BATCH
 
 
 def test_prompts_are_not_repeated_beyond_the_maximum_size_of_a_body(gateway: Gateway) -> None:
