@@ -23,6 +23,7 @@ from ..conversation.requests import plan
 from ..conversation.tools import Tool
 from ..generation.counter import compose
 from ..new_ids import new_id
+from ..tokenization import num_items
 from .chat_bodies import BusTool
 from .fields import OPENAI_TEMPERATURE
 from .response_bodies import (
@@ -62,10 +63,10 @@ class ResponseQuestion:
         self.model, self.limit, self.options = self.body.model, self.body.limit, self.body.options
         self.max_tool_turns = self.body.max_tool_turns
         self.max_tool_calls = self.body.max_tool_calls
-        self.num_items = len(self.items.input)
         self._tools = [*(self.body.tools or ())]
         for item in self.items.input:
             self._tools += item.tools if isinstance(item, AdditionalTools) else ()
+        self.num_items = num_items(self.items.input, self._tools)
 
     @property
     def bus_tools(self) -> list[str]:

@@ -12,6 +12,7 @@ from ..context import Gateway
 from ..new_ids import new_id
 from ..openai.response_bodies import ResponsesRequest
 from ..openai.response_input import InputItem, InputItems, read_items
+from ..tokenization import num_items
 from .database import Item, Stored
 from .references import context_of, resolved
 
@@ -48,7 +49,7 @@ async def _input(
     """The input with the items ``given``, which continues the response ``previous``."""
     context = [] if previous is None else await context_of(gateway.stored, previous)
     return await gateway.models.tokenization.prepare(
-        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
+        num_items(given, context), lambda: ResponseInput.of(given, context, ignored)
     )
 
 
