@@ -479,6 +479,25 @@ def test_a_response_in_the_background_outlives_its_gateway(
 
 
 @pytest.mark.process
+def test_a_response_in_the_background_fails_if_its_answer_is_too_large(
+    stepped: tuple[Bus, SteppedWorker, str],
+) -> None:
+    bus, worker, keys = stepped
+    gateway = bus.start_gateway(api_keys=keys)
+    with client(gateway, "ann") as ann:
+        begun = ann.responses.create(model="stepped", input="hi", background=True, stream=True)
+        running = worker.begun()
+        half = bounds.MAX_RESPONSE_BYTES // 2
+        running.step(text="x" * half)
+        running.step(1, "length", text="x" * half)
+        *others, last = list(begun)
+    answer: Any = last
+    assert (last.type, answer.response.status) == ("response.failed", "failed")
+    assert (answer.response.error.code, len(answer.response.output)) == ("too_large", 0)
+    assert [one.sequence_number for one in others] == list(range(last.sequence_number))
+
+
+@pytest.mark.process
 def test_a_response_in_the_background_is_cancelled(
     stepped: tuple[Bus, SteppedWorker, str],
 ) -> None:
