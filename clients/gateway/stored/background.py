@@ -221,6 +221,7 @@ class BackgroundTask:
         current_named.set(named)
         try:
             with self._gateway.shares.request():
+                self._gateway.shares.take_bytes(given.size)
                 await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
                 question = ResponseQuestion(body, given.items, ignored)

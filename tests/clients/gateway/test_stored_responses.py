@@ -16,8 +16,10 @@ import httpx
 import msgspec
 import openai
 import pytest
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.bodies.value_counts import MAX_CONTAINERS
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.stored import background
 from tokenbus.clients.gateway.stored import database as bounds
 from tokenbus.clients.gateway.stored.background import BackgroundTask
@@ -29,10 +31,14 @@ from tokenbus.clients.gateway.stored.database import (
     Stored,
     UnfinishedError,
 )
+from tokenbus.clients.gateway.stored.inputs import read_input
 from tokenbus.clients.gateway.stored.references import replaced
 from tokenbus.clients.gateway.stored.requests import Page, page_of
 from tokenbus.clients.gateway.stored.responses import StoredResponses
 from tokenbus.clients.gateway.stored.tables import FILE
+from tokenbus.clients.gateway.tokenization import Tokenization
+from tokenbus.clients.gateway.users.user_shares import UserShares
+from tokenbus.protocol.errors import UnavailableError
 
 from ...processes import Bus, Gateway
 from .openai_requests import MODEL, openai_client
@@ -403,6 +409,30 @@ def stepped(processes: None) -> Iterator[tuple[Bus, SteppedWorker, str]]:
 
 def client(gateway: Gateway, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120.0)
+
+
+@pytest.mark.anyio
+async def test_the_stored_items_of_an_input_count_towards_the_share_of_the_memory(
+    tmp_path: Path,
+) -> None:
+    store, shares = StoredResponses(tmp_path), UserShares(8, max_body_bytes=10_000)
+    models = SimpleNamespace(tokenization=Tokenization())
+    gateway = cast(Any, SimpleNamespace(stored=store, shares=shares, models=models))
+    message = {"type": "message", "role": "user", "content": "x" * 1000}
+    items = [Item("a", msgspec.json.encode(message), True)]
+    await store.call(lambda database, user: database.save(user, stored("1"), items))
+    reference = {"type": "item_reference", "id": "a"}
+    for input, previous, count in (("b", "1", 1), ([reference] * 3, None, 3)):
+        body = ResponsesRequest(input=input, model="m", previous_response_id=previous)
+        with shares.request():
+            given = await read_input(gateway, body, Ignored())
+            assert shares.memory.free == 10_000 - given.size
+            assert given.size >= count * len(items[0].data)
+        assert shares.memory.free == 10_000
+    body = ResponsesRequest(input=[reference] * 9, model="m")
+    with shares.request(), pytest.raises(UnavailableError):
+        await read_input(gateway, body, Ignored())
+    await store.close()
 
 
 @pytest.mark.anyio
