@@ -1,4 +1,4 @@
-"""Bounds the time of many short pieces of work in one pass of the event loop."""
+"""Bounds the work in one pass of the event loop, if there are many short pieces of work."""
 
 from __future__ import annotations
 
@@ -43,3 +43,21 @@ class LoopTime:
 
     def _next_pass(self) -> None:
         self._spent_s = 0.0
+
+
+class EntryPasses:
+    """Divides the entries of one stream among passes of the event loop. If a client has not read
+    its answer for some time, thousands of entries wait, and the client then reads all of them."""
+
+    def __init__(self, most: int) -> None:
+        """``most``: the number of entries after which other requests run."""
+        self._most = most
+        self._count = 0
+
+    async def take(self, count: int) -> None:
+        """Counts entries that are about to be composed. If the pass has too many entries with them,
+        other requests run first."""
+        self._count += count
+        if self._count > self._most:
+            self._count = count
+            await asyncio.sleep(0)

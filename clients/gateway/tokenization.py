@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
@@ -28,13 +29,18 @@ MAX_PREPARE_S = 0.002
 A request may have hundreds of schemas."""
 
 
+_LISTS = ("content", "summary", "output", "tool_calls", "tools")
+"""The fields of messages, items and tools whose elements ``num_items`` counts."""
+
+
 def num_items(*lists: Iterable[Any] | None) -> int:
-    """Number of a request's messages or tools, and of the parts and calls of the messages. The time
+    """Number of a request's messages, items or tools, and of their parts, calls and tools. The time
     to translate the request to a conversation depends on this number. Counting stops above
     ``MAX_LOOP_ITEMS``."""
     count = 0
     for one in (item for items in lists for item in items or ()):
-        fields = (getattr(one, name, None) for name in ("content", "tool_calls"))
+        read = one.get if isinstance(one, dict) else partial(getattr, one)
+        fields = (read(name, None) for name in _LISTS)
         count += 1 + sum(len(field) for field in fields if isinstance(field, list))
         if count > MAX_LOOP_ITEMS:
             break

@@ -16,6 +16,8 @@ from ...results import GeneratedSequence, Sequences
 from ..context import Gateway
 from ..events import unless_disconnected
 from ..first_entries import first_entries
+from ..generation.generations import MAX_BATCH
+from ..loop_time import EntryPasses
 from ..models import ServedModel
 
 BACKTRACK = " ↩ "
@@ -120,8 +122,10 @@ class Run:
         each sequence that has not ended."""
         try:
             entries = self._first
+            passes = EntryPasses(MAX_BATCH)
             while entries:
                 for entry in entries:
+                    await passes.take(1)
                     yield self._fork(entry)
                 entries = await self._stream.arrived()
         except TokenbusError as error:

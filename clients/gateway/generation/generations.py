@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Unpack
+
+from msgspec import UNSET
 
 from ....protocol.errors import Code, TokenbusError
 from ....protocol.messages import Token
@@ -14,10 +16,14 @@ from ..context import Gateway
 from ..conversation.constraints import Constraint
 from ..conversation.planning import Prepared
 from ..errors import ApiError, from_tokenbus
+from ..loop_time import EntryPasses
 from .counter import Counter, check_alternatives
 from .shown_text import ShownText
 
 Prompt = str | list[int]
+MAX_BATCH = 256
+"""Maximum number of entries and of their alternatives in a batch, unless one entry has more."""
+
 Batch = tuple[int, list[Token]]
 """The number of a prompt, and the next entries of the prompt's stream."""
 
@@ -76,21 +82,19 @@ class Generations:
         return found
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """Yields entries as they arrive. Entries that arrive together are one batch. Raises
-        ApiError.
+        """Yields entries as they arrive. Entries that arrive together are one batch, up to
+        ``MAX_BATCH``. Other requests run between the batches. Raises ApiError.
 
         If the generator ends early, for example by an error or a cancellation, it closes the
         streams.
         """
+        passes = EntryPasses(MAX_BATCH)
+        several = len(self.streams) != 1
         try:
-            if len(self.streams) == 1:
-                [stream] = self.streams
-                while entries := await _next(stream):
-                    self._count(entries)
-                    yield 0, entries
-            else:
-                async with aclosing(self._of_several()) as batches:
-                    async for place, entries in batches:
+            async with aclosing(self._of_several() if several else self._of_one()) as arrivals:
+                async for place, arrived in arrivals:
+                    for size, entries in _parts(arrived):
+                        await passes.take(size)
                         self._count(entries)
                         yield place, entries
         except TokenbusError as error:
@@ -104,6 +108,11 @@ class Generations:
         if self.shown is not None:
             for entry in entries:
                 self.shown.add(entry)
+
+    async def _of_one(self) -> AsyncGenerator[Batch, None]:
+        [stream] = self.streams
+        while entries := await _next(stream):
+            yield 0, entries
 
     async def _of_several(self) -> AsyncGenerator[Batch, None]:
         reading = {
@@ -158,6 +167,19 @@ def chat_generations(
 def rest_of_context(prepared: Prepared) -> int:
     """Number of tokens for which the context has room after the prompt; at least 1."""
     return max(1, prepared.model.info.context_length - len(prepared.ids))
+
+
+def _parts(entries: list[Token]) -> Iterator[tuple[int, list[Token]]]:
+    """The batches of entries that have arrived together. With each batch, returns the number of its
+    entries and alternatives."""
+    begin = size = 0
+    for place, entry in enumerate(entries):
+        more = 1 + (0 if entry.top_logprobs is UNSET else len(entry.top_logprobs))
+        if size and size + more > MAX_BATCH:
+            yield size, entries[begin:place]
+            begin, size = place, 0
+        size += more
+    yield size, entries[begin:]
 
 
 async def _next(stream: AsyncStream) -> list[Token]:

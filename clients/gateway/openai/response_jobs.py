@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -20,7 +21,9 @@ from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Conversation, Fitting, Rendering
 from ..conversation.requests import plan
 from ..conversation.tools import Tool
+from ..generation.counter import compose
 from ..new_ids import new_id
+from ..tokenization import num_items
 from .chat_bodies import BusTool
 from .fields import OPENAI_TEMPERATURE
 from .response_bodies import (
@@ -36,6 +39,8 @@ from .response_bodies import (
 from .response_input import AdditionalTools, InputItems, to_turns
 from .response_output import Output
 from .response_tools import OfferedTools
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,10 +63,10 @@ class ResponseQuestion:
         self.model, self.limit, self.options = self.body.model, self.body.limit, self.body.options
         self.max_tool_turns = self.body.max_tool_turns
         self.max_tool_calls = self.body.max_tool_calls
-        self.num_items = len(self.items.input)
         self._tools = [*(self.body.tools or ())]
         for item in self.items.input:
             self._tools += item.tools if isinstance(item, AdditionalTools) else ()
+        self.num_items = num_items(self.items.input, self._tools)
 
     @property
     def bus_tools(self) -> list[str]:
@@ -135,7 +140,8 @@ class ResponseJob:
                             # Other sequences, which are forks, are not part of the answer.
                             check_some_succeeded([turn.sequences[0]])
                         cut = self.turns.end == "length"
-                        part = self.output.end_turn("incomplete" if cut else "completed")
+                        end = partial(self.output.end_turn, "incomplete" if cut else "completed")
+                        part = await self.composed(end)
                     case Made(turn):
                         part = self.output.made(turn.made)
                 if head + part:
@@ -143,11 +149,19 @@ class ResponseJob:
                 head = b""
                 if isinstance(one, Ended) and one.calls and self.before_calls is not None:
                     await self.before_calls()
-        yield self.output.end("completed" if self.status == "completed" else "incomplete")
+        status: Literal["completed", "incomplete"]
+        status = "completed" if self.status == "completed" else "incomplete"
+        yield await self.composed(lambda: self.output.end(status))
 
-    def last_event(self) -> bytes:
+    async def last_event(self) -> bytes:
         """The event with the whole answer."""
-        return self.output.event(f"response.{self.status}", response=self.answer(self.status))
+        kind, answer = f"response.{self.status}", self.answer(self.status)
+        return await self.composed(lambda: self.output.event(kind, response=answer))
+
+    async def composed(self, make: Callable[[], T]) -> T:
+        """The result of ``make``, which composes a part of the answer (``counter.compose``)."""
+        turns = self.turns
+        return await compose(turns.plan.gateway.large_answers, turns.counter.alternatives, make)
 
     def _first_events(self) -> bytes:
         event = self.output.event

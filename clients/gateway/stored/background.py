@@ -50,6 +50,9 @@ RENEW_S = 1.0
 """Time in seconds after which a task without new events renews its lease."""
 SAVE_S = 0.1
 """Minimum time in seconds between two writes of one response's events."""
+GROUP_BYTES = 1024 * 1024
+"""Maximum number of bytes of a group of several events. One transaction writes a group, and other
+users wait for its end."""
 POLL_S = 0.25
 """Interval in seconds at which this gateway reads new events of a response that another gateway
 generates."""
@@ -149,12 +152,16 @@ class _Unsaved:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, part: bytes) -> None:
-        """Adds the events of ``part`` that are not stored."""
+        """Adds the events of ``part`` that are not stored. Raises ApiError 413 at an event that is
+        too large to be stored."""
         events = part.split(b"\n\n")[:-1]
         new = events[self.skipped :]
         self.skipped -= len(events) - len(new)
-        self.events += new
         self.arrived.set()
+        for one in new:
+            if len(one) > MAX_RESPONSE_BYTES:
+                raise _too_large(len(one), "an event")
+            self.events.append(one)
 
     def add_failure(self, answer: dict[str, Any]) -> None:
         """Adds the event ``response.failed``. ``answer``: the failed response."""
@@ -164,12 +171,19 @@ class _Unsaved:
         self.add(event(fields, "response.failed"))
 
     def take(self) -> tuple[int, bytes, int]:
-        """Removes all events; returns the number of the first event within the response, the
-        events, and their count."""
-        first, events, self.events = self.first, self.events, []
-        self.first += len(events)
-        self.arrived.clear()
-        return first, b"".join(one + b"\n\n" for one in events), len(events)
+        """Removes the next event, and further events within ``GROUP_BYTES``. Returns the number of
+        the first event within the response, the events, and their count."""
+        first, count, size = self.first, 0, 0
+        for one in self.events:
+            size += len(one) + 2
+            if count and size > GROUP_BYTES:
+                break
+            count += 1
+        events, self.events = self.events[:count], self.events[count:]
+        self.first += count
+        if not self.events:
+            self.arrived.clear()
+        return first, b"".join(one + b"\n\n" for one in events), count
 
 
 class BackgroundTask:
@@ -207,6 +221,7 @@ class BackgroundTask:
         current_named.set(named)
         try:
             with self._gateway.shares.request():
+                self._gateway.shares.take_bytes(given.size)
                 await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
                 question = ResponseQuestion(body, given.items, ignored)
@@ -255,8 +270,17 @@ class BackgroundTask:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        unsaved.add(job.last_event())
-        await self._finish(stored_answer(job, job.answer(job.status)), output_items(job))
+        last = await job.last_event()
+        stored, items = await job.composed(
+            lambda: (stored_answer(job, job.answer(job.status)), output_items(job))
+        )
+        size = len(stored.answer) + sum(len(one.data) for one in items)
+        if size > MAX_RESPONSE_BYTES:
+            raise _too_large(size, "an answer")
+        if unsaved.events:
+            await self._save()
+        unsaved.add(last)
+        await self._finish(stored, items)
 
     async def _read(self, job: ResponseJob) -> None:
         try:
@@ -280,13 +304,21 @@ class BackgroundTask:
         return found
 
     async def _save(self) -> None:
+        """Stores the events that have arrived, in groups. Renews the lease even if no event has
+        arrived."""
         async with self._saving:
-            first, events, count = self._unsaved.take()
-            owner = self._stored.owner
-            kept = await self._stored.call(
-                lambda db, user: db.append(user, self._id, owner, first, events, count)
-            )
-            self._check_kept(kept)
+            end = self._unsaved.first + len(self._unsaved.events)
+            more = True
+            while more:
+                await self._save_group(*self._unsaved.take())
+                more = self._unsaved.first < end
+
+    async def _save_group(self, first: int, events: bytes, count: int) -> None:
+        owner = self._stored.owner
+        kept = await self._stored.call(
+            lambda db, user: db.append(user, self._id, owner, first, events, count)
+        )
+        self._check_kept(kept)
 
     async def _finish(self, response: Stored, items: list[Item]) -> None:
         first, events, count = self._unsaved.take()
@@ -319,6 +351,8 @@ class BackgroundTask:
             answer = msgspec.json.decode(found.answer)
             answer |= {"status": "failed", "error": failure}
             found.status, found.answer = "failed", msgspec.json.encode(answer)
+            if self._unsaved.events:
+                await self._save()
             self._unsaved.add_failure(answer)
             await self._finish(found, [])
         except (ApiError, LeaseLostError) as second:
@@ -326,6 +360,15 @@ class BackgroundTask:
 
     def _release(self, database: Database, user: str) -> None:
         database.release(user, self._id, self._stored.owner)
+
+
+def _too_large(size: int, what: str) -> ApiError:
+    return ApiError(
+        413,
+        f"the response has {what} with {size} bytes; at most {MAX_RESPONSE_BYTES} are allowed in "
+        "the background; ask for fewer logprobs or tokens, or leave out background",
+        code="too_large",
+    )
 
 
 class _Head(Struct):

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ..bodies.value_counts import SMALL_BODY_BYTES, ValueCounts
 from .tables import connect
+from .write_turns import WriteTurns
 
 MAX_BYTES = 512 * 1024 * 1024
 """Maximum bytes of the stored responses of all users. Above this size, responses of the user with
@@ -100,10 +101,12 @@ class Database:
 
     def __init__(self, folder: Path) -> None:
         self._connection = connect(folder)
+        self._turns = WriteTurns(self._connection)
 
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
+        self._turns.close()
 
     def save(
         self, user: str, response: Stored, items: Sequence[Item], owner: str | None = None
@@ -396,7 +399,8 @@ class Database:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         run = self._connection
-        run.execute("BEGIN IMMEDIATE")
+        with self._turns.next():
+            run.execute("BEGIN IMMEDIATE")
         try:
             yield run
         except BaseException:

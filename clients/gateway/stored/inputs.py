@@ -12,6 +12,7 @@ from ..context import Gateway
 from ..new_ids import new_id
 from ..openai.response_bodies import ResponsesRequest
 from ..openai.response_input import InputItem, InputItems, read_items
+from ..tokenization import num_items
 from .database import Item, Stored
 from .references import context_of, resolved
 
@@ -25,6 +26,8 @@ class ResponseInput:
     items: InputItems
     """All items, decoded: first the items of the earlier responses (``previous_response_id``), then
     the items of the request."""
+    size: int = 0
+    """The memory of the stored items in the input, in bytes."""
 
     @classmethod
     def of(
@@ -45,17 +48,29 @@ class ResponseInput:
 async def _input(
     gateway: Gateway, given: list[dict[str, Any]], previous: str | None, ignored: Ignored
 ) -> ResponseInput:
-    """The input with the items ``given``, which continues the response ``previous``."""
-    context = [] if previous is None else await context_of(gateway.stored, previous)
-    return await gateway.models.tokenization.prepare(
-        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
+    """The input with the items ``given``, which continues the response ``previous``. The items of
+    earlier responses count towards the user's share of the memory. Raises ApiError and
+    UnavailableError."""
+    context: list[dict[str, Any]] = []
+    size = 0
+    if previous is not None:
+        context, size = await context_of(gateway.stored, previous)
+        gateway.shares.take_bytes(size)
+    found = await gateway.models.tokenization.prepare(
+        num_items(given, context), lambda: ResponseInput.of(given, context, ignored)
     )
+    found.size = size
+    return found
 
 
 async def read_input(gateway: Gateway, body: ResponsesRequest, ignored: Ignored) -> ResponseInput:
-    """The input of a request, with stored items in place of references. Raises ApiError."""
-    given = await resolved(gateway.stored, _listed(body.input))
-    return await _input(gateway, given, body.previous_response_id, ignored)
+    """The input of a request, with stored items in place of references. The stored items count
+    towards the user's share of the memory. Raises ApiError and UnavailableError."""
+    given, size = await resolved(gateway.stored, _listed(body.input))
+    gateway.shares.take_bytes(size)
+    found = await _input(gateway, given, body.previous_response_id, ignored)
+    found.size += size
+    return found
 
 
 async def stored_input(gateway: Gateway, response: Stored, ignored: Ignored) -> ResponseInput:

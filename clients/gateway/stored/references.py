@@ -7,31 +7,41 @@ from typing import Any
 
 import msgspec
 
+from ..bodies.value_counts import ValueCounts
 from ..errors import ApiError, invalid_field
 from .database import (
     MAX_CONTEXT_BYTES,
     ContextTooLargeError,
+    Database,
     NotStoredError,
     UnfinishedError,
 )
 from .responses import StoredResponses
 
 
-async def resolved(stored: StoredResponses, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An input with the current user's stored items in place of references. Raises ApiError 400 if
-    an item is not stored, or if the items are too large together.
+async def resolved(
+    stored: StoredResponses, given: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], int]:
+    """An input with the current user's stored items in place of references, and the memory of these
+    items in bytes. Raises ApiError 400 if an item is not stored, or if the items are too large
+    together.
 
     Some clients send back a reasoning item without its text. If this item is stored, the stored
     item replaces it. Otherwise it is not changed.
     """
     ids = [id for item in given if isinstance(id := item.get("id"), str) and _refers(item)]
-    found: dict[str, bytes] = {}
-    if ids:
-        try:
-            found = await stored.call(lambda database, user: database.items(user, ids))
-        except ContextTooLargeError:
-            raise _too_large("input") from None
-    return list(replaced(found, given))
+    if not ids:
+        return list(replaced({}, given)), 0
+
+    def read(database: Database, user: str) -> tuple[dict[str, bytes], int]:
+        found = database.items(user, ids)
+        return found, _memory_of([found[id] for id in ids if id in found])
+
+    try:
+        found, size = await stored.call(read)
+    except ContextTooLargeError:
+        raise _too_large("input") from None
+    return list(replaced(found, given)), size
 
 
 def replaced(
@@ -59,14 +69,17 @@ def replaced(
         yield msgspec.json.decode(data)
 
 
-async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, Any]]:
-    """The items of the response ``previous`` and of the responses that it continues. Raises
-    ApiError 400."""
-    try:
+async def context_of(stored: StoredResponses, previous: str) -> tuple[list[dict[str, Any]], int]:
+    """The items of the response ``previous`` and of the responses that it continues, and the memory
+    of these items in bytes. Raises ApiError 400."""
+
+    def read(database: Database, user: str) -> tuple[list[dict[str, Any]], int]:
         # The items are decoded on the thread of the database, because there may be thousands.
-        found: list[dict[str, Any]] = await stored.call(
-            lambda database, user: list(map(msgspec.json.decode, database.context(user, previous)))
-        )
+        items = database.context(user, previous)
+        return list(map(msgspec.json.decode, items)), _memory_of(items)
+
+    try:
+        return await stored.call(read)
     except UnfinishedError as error:
         raise invalid_field(
             "previous_response_id",
@@ -83,7 +96,11 @@ async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, A
         ) from None
     except ContextTooLargeError:
         raise _too_large("previous_response_id") from None
-    return found
+
+
+def _memory_of(items: Sequence[bytes]) -> int:
+    """The memory of stored items and of their decoded values, in bytes, as for a request's body."""
+    return sum(map(len, items)) + ValueCounts.of(items).memory
 
 
 def _too_large(param: str) -> ApiError:

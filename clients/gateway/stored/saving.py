@@ -49,15 +49,17 @@ class SavedJob:
             async for part in events:
                 yield part
         await self._store()
-        yield self.job.last_event()
+        yield await self.job.last_event()
 
     async def _store(self) -> None:
         """Stores the response. If storing fails, the field ``store`` of the answer is false."""
         job = self.job
         if not job.stored:
             return
-        stored = stored_answer(job, job.answer(job.status))
-        items = [*self.input.given_items(), *output_items(job)]
+        stored, output = await job.composed(
+            lambda: (stored_answer(job, job.answer(job.status)), output_items(job))
+        )
+        items = [*self.input.given_items(), *output]
         try:
             job.stored = await self.gateway.stored.call(
                 lambda database, user: database.save(user, stored, items)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
+
+from .write_turns import BUSY_S, WriteTurns
 
 log = logging.getLogger(__name__)
 
 FILE = "responses.sqlite"
 VERSION = 2
 """The version of the tables, which the file stores as ``user_version``."""
-BUSY_S = 10.0
-"""Maximum time for which a write waits for another gateway's write, in seconds."""
 
 # SQLite reads and writes whole rows. The rows of ``responses`` are updated and searched often, so
 # the large columns are in the separate table ``contents``.
@@ -114,5 +115,9 @@ def _with_tables(connection: sqlite3.Connection) -> sqlite3.Connection:
         raise sqlite3.DatabaseError(
             f"the file has version {version} of the tables; this gateway needs version {VERSION}"
         )
-    connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+    turns = WriteTurns(connection)
+    with closing(turns), turns.next():
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
+        )
     return connection

@@ -20,6 +20,7 @@ import msgspec
 from ....protocol.errors import Code
 from ....protocol.json_schema import MAX_BYTES, Rewritten
 from ....protocol.python_command import python_command
+from ....protocol.shares import max_share
 from ..conversation.constraints import KeywordState
 from ..errors import ApiError, invalid_field
 from ..json import encode
@@ -34,7 +35,8 @@ overloaded machine the process starts slowly and gets little CPU time."""
 MAX_WAITING = 256
 """Maximum number of unfinished renderings of one process, most of which wait for their turn."""
 MAX_OF_ONE = 32
-"""Maximum number of one user's unfinished renderings at a process."""
+"""Maximum number of one user's unfinished renderings at a process. If other users have many, the
+user may have fewer (``max_share``)."""
 MAX_LOOP_BYTES = 64 * 1024
 """Maximum size of an answer that the event loop decodes, in bytes. A thread decodes longer ones."""
 MAX_TEMPLATE = 256 * 1024
@@ -208,12 +210,14 @@ class RenderingProcess:
         """The process's answer to a request. Raises ApiError if too many requests wait, or if the
         process ends or takes too long."""
         user = current_user.get()
-        full = len(self._asked) >= MAX_WAITING
-        if full or self._users[user] >= MAX_OF_ONE:
+        total, own = len(self._asked), self._users[user]
+        full = total >= MAX_WAITING
+        most = min(MAX_OF_ONE, max_share(own, total, MAX_WAITING))
+        if full or own >= most:
             raise ApiError(
                 503 if full else 429,
-                f"{len(self._asked)} conversations wait for rendering (at most {MAX_WAITING}), "
-                f"{self._users[user]} of them are yours (at most {MAX_OF_ONE}); try again later",
+                f"{total} conversations wait for rendering (at most {MAX_WAITING}), {own} of them "
+                f"are yours (at most {most}); try again later",
                 code=Code.QUEUE_FULL if full else Code.CLIENT_LIMIT,
                 retry_after_s=CPU_S,
             )

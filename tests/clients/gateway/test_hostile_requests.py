@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +13,28 @@ from typing import Any, cast
 import httpx
 import pytest
 from tokenbus.clients.gateway.context import Gateway as InProcess
-from tokenbus.clients.gateway.generation.counter import MAX_ALTERNATIVES, MAX_ON_LOOP, compose
+from tokenbus.clients.gateway.conversation.answer_turns import Ended
+from tokenbus.clients.gateway.conversation.parts import Text
+from tokenbus.clients.gateway.generation.counter import (
+    MAX_ALTERNATIVES,
+    MAX_ON_LOOP,
+    Counter,
+    compose,
+)
+from tokenbus.clients.gateway.generation.generations import MAX_BATCH, Generations
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.openai.completions import _count_echoes
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_input import InputItems
+from tokenbus.clients.gateway.openai.response_jobs import ResponseJob
+from tokenbus.clients.gateway.openai.response_output import Output
+from tokenbus.clients.gateway.stored.inputs import ResponseInput
+from tokenbus.clients.gateway.stored.responses import StoredResponses
+from tokenbus.clients.gateway.stored.saving import SavedJob
 from tokenbus.clients.gateway.users.turns import Turns, current_user
 from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
-from tokenbus.protocol.messages import MAX_BODY_BYTES, ModelInfo, TokenizerFiles
+from tokenbus.protocol.messages import MAX_BODY_BYTES, ModelInfo, Token, TokenizerFiles
 from tokenbus.protocol.sampling import MAX_N, MAX_TOP_LOGPROBS
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
@@ -151,6 +167,71 @@ async def test_users_take_turns_with_answers_that_are_composed_on_a_thread() -> 
     may_end.set()
     await asyncio.gather(*tasks)
     assert order == ["ann", "ann", "bob", "ann"]
+
+
+@pytest.mark.anyio
+async def test_the_alternatives_of_a_response_are_composed_on_another_thread(
+    tmp_path: Path,
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    class Composed(Output):
+        def event(self, kind: str, **fields: Any) -> bytes:
+            threads[kind] = threading.current_thread()
+            return super().event(kind, **fields)
+
+    class Answered(SimpleNamespace):
+        async def events(self) -> AsyncGenerator[Ended, None]:
+            yield Ended(cast(Any, None), [])
+
+        def receipt(self, *, calls: bool) -> None:
+            return None
+
+    gateway = SimpleNamespace(large_answers=Turns(), stored=StoredResponses(tmp_path))
+    counter = Counter()
+    counter.alternatives = MAX_ON_LOOP + 1
+    plan = SimpleNamespace(gateway=gateway, prepared=SimpleNamespace(name="m"))
+    turns = Answered(plan=plan, counter=counter, end="stop", made=[None])
+    output = Composed(0)
+    b"".join(output._begin(Text("")))
+    job = ResponseJob(ResponsesRequest(input="a", model="m"), cast(Any, turns), output, "resp_1")
+    saved = SavedJob(cast(Any, gateway), ResponseInput([], InputItems([])), job)
+    assert [part async for part in saved.events()]
+    await gateway.stored.close()
+    loop = threading.current_thread()
+    for kind in ("output_text.done", "content_part.done", "output_item.done", "completed"):
+        assert threads[f"response.{kind}"] is not loop
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("named", [True, False])
+async def test_other_requests_run_between_the_unread_entries_of_a_stream(named: bool) -> None:
+    tops = dict.fromkeys(range(20), -1.0)
+    unread = [
+        Token(token=7, stream_id=1, logprob=-1.0, finish_reason=None, top_logprobs=tops)
+        for _ in range(2 * MAX_BATCH)
+    ]
+    arrivals = [[entry] for entry in unread] if named else [unread]
+
+    class Stream(SimpleNamespace):
+        async def arrived(self) -> list[Token]:
+            return arrivals.pop(0) if arrivals else []
+
+    client = SimpleNamespace(generate=lambda *_: Stream(close=lambda: None))
+    generations = Generations(cast(Any, client), ["a"], {}, None, Counter())
+    read: list[Token] = []
+
+    async def reads() -> None:
+        async for _, entries in generations.batches():
+            read.extend(entries)
+
+    reading = asyncio.ensure_future(reads())
+    steps = [0]
+    while not reading.done():
+        await asyncio.sleep(0)
+        steps.append(len(read) - sum(steps))
+    assert read == unread
+    assert max(steps) * (1 + len(tops)) <= MAX_BATCH
 
 
 def test_prompts_are_not_repeated_beyond_the_maximum_size_of_a_body(gateway: Gateway) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import msgspec
 import openai
 import pytest
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.bodies.value_counts import MAX_CONTAINERS
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.stored import background
 from tokenbus.clients.gateway.stored import database as bounds
+from tokenbus.clients.gateway.stored.background import BackgroundTask
 from tokenbus.clients.gateway.stored.database import (
     ContextTooLargeError,
     Database,
@@ -25,9 +31,14 @@ from tokenbus.clients.gateway.stored.database import (
     Stored,
     UnfinishedError,
 )
+from tokenbus.clients.gateway.stored.inputs import read_input
 from tokenbus.clients.gateway.stored.references import replaced
 from tokenbus.clients.gateway.stored.requests import Page, page_of
+from tokenbus.clients.gateway.stored.responses import StoredResponses
 from tokenbus.clients.gateway.stored.tables import FILE
+from tokenbus.clients.gateway.tokenization import Tokenization
+from tokenbus.clients.gateway.users.user_shares import UserShares
+from tokenbus.protocol.errors import UnavailableError
 
 from ...processes import Bus, Gateway
 from .openai_requests import MODEL, openai_client
@@ -258,6 +269,21 @@ def test_one_gateway_generates_a_response_at_a_time(
     other.close()
 
 
+def test_gateways_take_turns_at_the_database(database: Database, tmp_path: Path) -> None:
+    other, begins = Database(tmp_path), threading.Event()
+    other._connection.set_trace_callback(
+        lambda sql: begins.set() if sql.startswith("BEGIN") else None
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with database._transaction():
+            saving = pool.submit(other.save, "ann", stored("1"), [])
+            assert begins.wait(60)
+        with database._transaction():
+            assert database.find("ann", "1") is not None
+        assert saving.result()
+    other.close()
+
+
 def test_a_file_that_cannot_be_used_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -385,6 +411,54 @@ def client(gateway: Gateway, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120.0)
 
 
+@pytest.mark.anyio
+async def test_the_stored_items_of_an_input_count_towards_the_share_of_the_memory(
+    tmp_path: Path,
+) -> None:
+    store, shares = StoredResponses(tmp_path), UserShares(8, max_body_bytes=10_000)
+    models = SimpleNamespace(tokenization=Tokenization())
+    gateway = cast(Any, SimpleNamespace(stored=store, shares=shares, models=models))
+    message = {"type": "message", "role": "user", "content": "x" * 1000}
+    items = [Item("a", msgspec.json.encode(message), True)]
+    await store.call(lambda database, user: database.save(user, stored("1"), items))
+    reference = {"type": "item_reference", "id": "a"}
+    for input, previous, count in (("b", "1", 1), ([reference] * 3, None, 3)):
+        body = ResponsesRequest(input=input, model="m", previous_response_id=previous)
+        with shares.request():
+            given = await read_input(gateway, body, Ignored())
+            assert shares.memory.free == 10_000 - given.size
+            assert given.size >= count * len(items[0].data)
+        assert shares.memory.free == 10_000
+    body = ResponsesRequest(input=[reference] * 9, model="m")
+    with shares.request(), pytest.raises(UnavailableError):
+        await read_input(gateway, body, Ignored())
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_the_events_of_a_response_in_the_background_are_stored_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StoredResponses(tmp_path)
+    gateway = SimpleNamespace(stored=store)
+    response = Stored("1", "queued", b"{}", background=True, body=BODY)
+    await store.call(lambda database, user: database.save(user, response, [], store.owner))
+    task = BackgroundTask(cast(Any, gateway), "1", BODY)
+    part = b"x" * (background.GROUP_BYTES // 2) + b"\n\n"
+    for _ in range(5):
+        task._unsaved.add(part)
+    await task._save()
+    data = await store.call(
+        lambda database, _: database._connection.execute("SELECT data FROM events").fetchall()
+    )
+    assert b"".join(one for (one,) in data) == 5 * part
+    assert max(len(one) for (one,) in data) <= background.GROUP_BYTES
+    monkeypatch.setattr(background, "MAX_RESPONSE_BYTES", len(part) - 3)
+    with pytest.raises(ApiError, match="fewer logprobs"):
+        task._unsaved.add(part)
+    await store.close()
+
+
 @pytest.mark.process
 def test_a_response_in_the_background_outlives_its_gateway(
     stepped: tuple[Bus, SteppedWorker, str],
@@ -432,6 +506,25 @@ def test_a_response_in_the_background_outlives_its_gateway(
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
     assert (last.response.output_text, last.response.id) == ("xxxxx", id)
     assert last.response.created_at == head.response.created_at
+
+
+@pytest.mark.process
+def test_a_response_in_the_background_fails_if_its_answer_is_too_large(
+    stepped: tuple[Bus, SteppedWorker, str],
+) -> None:
+    bus, worker, keys = stepped
+    gateway = bus.start_gateway(api_keys=keys)
+    with client(gateway, "ann") as ann:
+        begun = ann.responses.create(model="stepped", input="hi", background=True, stream=True)
+        running = worker.begun()
+        half = bounds.MAX_RESPONSE_BYTES // 2
+        running.step(text="x" * half)
+        running.step(1, "length", text="x" * half)
+        *others, last = list(begun)
+    answer: Any = last
+    assert (last.type, answer.response.status) == ("response.failed", "failed")
+    assert (answer.response.error.code, len(answer.response.output)) == ("too_large", 0)
+    assert [one.sequence_number for one in others] == list(range(last.sequence_number))
 
 
 @pytest.mark.process

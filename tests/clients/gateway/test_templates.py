@@ -383,3 +383,21 @@ async def test_one_user_s_renderings_leave_room_for_those_of_others(
     assert await asyncio.create_task(given("bob", "z")) == "z"
     assert await asyncio.gather(*first) == ["x", "y"]
     assert await asyncio.create_task(given("ann", "z")) == "z"
+
+
+@pytest.mark.anyio
+async def test_the_renderings_of_two_users_leave_room_for_those_of_a_third(
+    model: ServedModel, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenbus.clients.gateway.templates.templates.MAX_WAITING", 8)
+    monkeypatch.setattr("tokenbus.clients.gateway.templates.templates.MAX_OF_ONE", 4)
+
+    async def given(user: str) -> str:
+        current_user.set(user)
+        return await templates.render(model, SHORT, chat_template=user)
+
+    users = [*(["ann"] * 4), *(["bob"] * 4), "cid"]
+    tasks = [asyncio.create_task(given(user)) for user in users]
+    *_, third, fourth, cid = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [cast(ApiError, error).status for error in (third, fourth)] == [429, 429]
+    assert cid == "cid"

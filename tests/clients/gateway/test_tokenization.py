@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tokenbus.clients.gateway.app import build
+from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ModelTable, ServedModel
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_input import read_items
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, MAX_PREPARE_S, Tokenization
 from tokenbus.clients.gateway.users.turns import current_user
 from tokenbus.protocol.errors import RequestError
@@ -178,6 +183,7 @@ def test_a_long_conversation_is_prepared_outside_the_event_loop(
     [
         ("/v1/chat/completions", {"content": [{"type": "text", "text": ""}] * 100}),
         ("/v1/messages", {"content": [{"type": "text", "text": ""}] * 100}),
+        ("/v1/responses", {"content": [{"type": "text", "text": ""}] * 100}),
         ("/tokenize", {"content": [{"type": "text", "text": ""}] * 100}),
         ("/api/chat", {"content": "", "tool_calls": [{"function": {"name": "f"}}] * 100}),
     ],
@@ -201,7 +207,8 @@ def test_a_message_with_many_parts_is_translated_outside_the_event_loop(
     monkeypatch.setattr(ModelTable, "get", get)
     ollama = importlib.import_module("tokenbus.clients.gateway.ollama.chat")
     monkeypatch.setattr(ollama, "served_name", get)
-    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", **message}]}
+    messages = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "m", "max_tokens": 1, messages: [{"role": "user", **message}]}
 
     async def main() -> None:
         app = build(Settings(run_dir=str(tmp_path)), None)
@@ -213,6 +220,21 @@ def test_a_message_with_many_parts_is_translated_outside_the_event_loop(
 
     asyncio.run(main())
     assert counted == [101]
+
+
+def test_the_tools_and_parts_of_a_response_are_counted() -> None:
+    tool = {"type": "function", "name": "f"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}] * 5},
+        {"type": "additional_tools", "tools": [tool] * 5},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}] * 5},
+    ]
+    namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [tool] * 5}
+    given = {"model": "m", "input": items, "tools": [namespace]}
+    body = msgspec.convert(given, ResponsesRequest)
+    question = ResponseQuestion(body, read_items(items, Ignored()), Ignored())
+    # The tools of the item are counted with the item, and again with the tools of the request.
+    assert question.num_items == 3 + 3 * 5 + 5 + 1 + 5
 
 
 def test_a_long_conversation_does_not_wait_for_a_long_text() -> None:
