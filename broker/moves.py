@@ -8,8 +8,8 @@ that were routed, so that the client misses no entry and receives none twice.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
+from heapq import heapify, heappop, heapreplace
 
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
@@ -98,23 +98,30 @@ class Moves:
         chooses the key whose logs have the most bytes and this key's largest log, and drops the
         entries of the oldest request in this log."""
         recent = self._recent
-        sizes: Counter[str | int] = Counter()
-        logs: dict[str | int, list[StreamLog]] = {}
+        by_owner: dict[str | int, list[tuple[int, int, StreamLog]]] = {}
         for stored in recent.logs.values():
             session = self._state.sessions.by_id.get(stored.session)
             owner = (session.key if session is not None else "") or stored.session
-            sizes[owner] += stored.size
-            logs.setdefault(owner, []).append(stored)
-        while recent.total > recent.max_total and sizes:
-            [(owner, _)] = sizes.most_common(1)
-            largest = max(logs[owner], key=lambda each: each.size)
-            before = largest.size
-            self._give_up(largest)
-            sizes[owner] -= before - largest.size
-            if largest.oldest is None:
-                logs[owner].remove(largest)
-                if not logs[owner]:
-                    del sizes[owner]
+            by_owner.setdefault(owner, []).append((-stored.size, stored.session, stored))
+        # Both heaps have negative sizes, so the largest size comes first. A search of all logs for
+        # each request that is dropped would take seconds if many requests are small.
+        largest = []
+        for number, logs in enumerate(by_owner.values()):
+            heapify(logs)
+            largest.append((sum(size for size, _, _ in logs), number, logs))
+        heapify(largest)
+        while recent.total > recent.max_total and largest:
+            total, number, logs = largest[0]
+            before, of, stored = logs[0]
+            self._give_up(stored)
+            if stored.oldest is None:
+                heappop(logs)
+            else:
+                heapreplace(logs, (-stored.size, of, stored))
+            if logs:
+                heapreplace(largest, (total - before - stored.size, number, logs))
+            else:
+                heappop(largest)
 
     def _give_up(self, stored: StreamLog) -> None:
         """Drops the entries of the oldest request in a log. The request cannot move any more."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenbus.broker.attaches import MAX_ANSWERED
 from tokenbus.broker.outgoing import Side
+from tokenbus.broker.stream_log import StreamLog
 from tokenbus.protocol.columns import plain_entry
 from tokenbus.protocol.header import Flag, Header, decode_header
 from tokenbus.protocol.keys import Allowed
@@ -438,6 +439,34 @@ def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> N
     assert "ann" not in given_up
     sizes = [session.log.size for session in bench.broker.state.sessions]
     assert max(sizes) == sizes[0], "the session that is kept is the largest one"
+
+
+def test_few_sizes_are_read_when_many_small_requests_are_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large request of another client takes the room of many small requests."""
+    ann, eve = "a" * 64, "e" * 64
+    clients = {"ann": Allowed(public=ann), "eve": Allowed(public=eve)}
+    bench.broker.on_keys(clients, {}, bench.now)
+    bench.worker("a", capacity=1000)
+    for client in range(30):
+        for stream in range(20):
+            bench.client(f"eve {client}", "GENERATE", generate(stream), eve)
+    recent = bench.broker.state.recent
+    recent.max_total = recent.total
+    logs = [session.log for session in bench.broker.state.sessions]
+    size, reads = StreamLog.__dict__["size"], 0
+
+    def read(stored: StreamLog) -> int:
+        nonlocal reads
+        reads += 1
+        return int(size.__get__(stored))
+
+    monkeypatch.setattr(StreamLog, "size", property(read, size.__set__))
+    bench.client("ann", "GENERATE", generate(1, prompt="x" * 10_000), ann)
+    given_up = 600 - sum(len(stored._places) for stored in logs)
+    assert given_up > 100
+    assert reads < 20 * given_up
 
 
 def test_without_a_journal_streams_end_with_their_worker() -> None:
