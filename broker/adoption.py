@@ -9,7 +9,7 @@ client by its token later.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from ..protocol.bodies import decode_as
@@ -71,9 +71,10 @@ class Adoption:
         self._quotas = quotas
         self._ended = False
         self._adopted = 0
-        self._due: deque[tuple[float, Request]] = deque()
-        """The adopted requests, each with its deadline in seconds, the earliest deadline first. If
-        no client has attached to a request by its deadline, the request ends."""
+        self._due: OrderedDict[int, float] = OrderedDict()
+        """The deadlines of adopted requests in seconds, by request, the earliest deadline first. If
+        no client has attached to a request by its deadline, the request ends. The table has ids,
+        because a request that has ended or was withdrawn must not stay in memory."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
@@ -174,7 +175,8 @@ class Adoption:
             return
         self._dispatcher.adopt(request, worker, sent)
         due = max(self._state.now + self._settings.session_grace_s, self._recovery.until)
-        self._due.append((due, request))
+        self._due[request.id] = due
+        self._due.move_to_end(request.id)
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
     def _has_ended(self, header: Header, stream_id: int) -> bool:
@@ -424,10 +426,12 @@ class Adoption:
         """Ends adopted requests to which no client has attached in time, at most ``MAX_ENDED`` in
         each tick."""
         for _ in range(MAX_ENDED):
-            if not self._due or self._due[0][0] > now:
+            number, due = next(iter(self._due.items()), (0, float("inf")))
+            if due > now:
                 return
-            _, request = self._due.popleft()
-            if _is_unclaimed(request):
+            del self._due[number]
+            request = self._state.requests.get(number)
+            if request is not None and _is_unclaimed(request):
                 self._dispatcher.abandon(request)
 
 

@@ -4,6 +4,7 @@ times."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from msgspec import msgpack
 from tokenbus.broker import adoption, attaches, claims
 from tokenbus.broker.outgoing import Side
+from tokenbus.broker.request import Request
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
@@ -466,6 +468,30 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
     bench.tokens("a", header, entry(3))
     [(_, entries)] = bench.to_client("c")
     assert [e["token"] for e in entries] == [103]
+
+
+def test_a_session_that_is_claimed_again_and_again_leaves_no_requests_in_memory(
+    bench: Bench,
+) -> None:
+    """Each claim withdraws the session's requests. A request has up to 16 MiB."""
+
+    def requests() -> int:
+        gc.collect()
+        live = (each for each in gc.get_objects() if isinstance(each, Request))
+        return sum(request.id == REQUEST for request in live)
+
+    before = requests()
+    for number in range(5):
+        hello(bench, f"c{number}")
+        journal(bench, "a", 3)
+        claimed(bench, "a", "b")
+    assert requests() - before == 1
+    # The last request still ends if its client does not attach.
+    bench.to_worker("a")
+    bench.pass_time(4.0)
+    assert kinds(bench, "a") == []
+    bench.pass_time(2.0)
+    assert kinds(bench, "a") == ["CANCEL"]
 
 
 def test_a_session_of_this_connection_is_not_claimed(bench: Bench) -> None:
