@@ -25,6 +25,9 @@ from .recent import BODIES_AT_ONCE, Recent
 
 AGAIN_BYTES = 100
 """Bytes that count for each element of ``Place.again``."""
+END_BYTES = 512
+"""Bytes that count for each stored end in addition to its final message. They bound the number of
+the ends of all sessions."""
 MAX_ENDS = 16_384
 """Maximum number of stored ends of a session. Above this number, the oldest end is dropped."""
 
@@ -167,12 +170,12 @@ class StreamLog:
             self.drop(before)
         end.since = now
         self.ends[end.stream_id] = end
-        size = sum(map(len, end.closing or ()))
+        size = END_BYTES + sum(map(len, end.closing or ()))
         place = self._places.get(end.request)
         if place is not None:
             self._grow(size - place.size)
             place.size = size
-        elif self._recent.enabled and (size or sent):
+        elif self._recent.enabled:
             self.begin(end.request, end.stream_id, size, sent)
 
     def remove(self, request: int) -> None:

@@ -313,6 +313,24 @@ def test_an_error_that_was_dropped_is_sent_again_until_it_fits(bench: Bench, ack
 # --- memory ---------------------------------------------------------------------------------------
 
 
+def test_ends_without_entries_count_towards_the_bound_of_all_journals() -> None:
+    """Clients that do not acknowledge their ends keep at most as many ends as fit into the
+    bound."""
+    bench = Bench(expiry_s=10_000.0, session_expiry_s=10_000.0, max_total_journal_bytes=64 * 1024)
+    bench.worker("a", capacity=9)
+    for number in range(10):
+        opened(bench, f"c{number}", keep_s=3600)
+        for stream in range(30):
+            header = begun(bench, stream, f"c{number}")
+            bench.tokens("a", header, entry(5, stream, "stop"), final=True)
+        gone(bench, f"c{number}")
+    bench.pass_time(1.0)
+    sessions = list(bench.broker.state.sessions)
+    assert len(sessions) == 10
+    assert 0 < sum(len(session.log.ends) for session in sessions) <= 128
+    check(bench.broker)
+
+
 @pytest.mark.parametrize("capabilities", [["ack", "recover"], []])
 def test_clients_that_crash_leave_nothing_in_memory(bench: Bench, capabilities: list[str]) -> None:
     gc.collect()
