@@ -607,19 +607,32 @@ class ControllerWorker:
 
     def _send_module(self, message: FromBus) -> None:
         """Answers another controller worker that needs a module, if this machine has the module.
-        The answer has the module's bytes only if the request was sent to this worker alone."""
+        The answer has the module's bytes only if the request was sent to this worker alone. Other
+        requests are answered without reading the file, which may have 16 MiB: each waiting stream
+        repeats such requests.
+
+        If the file cannot be read, the answer to a request for the bytes is empty, so that the
+        other worker requests the module elsewhere.
+        """
+        if self._store is None:
+            return
         try:
             asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
-            wasm = self._store.own(asked.module) if self._store is not None else None
+            if not self._store.has(asked.module):
+                return
         except (TokenbusError, OSError) as error:
             log.error("a module cannot be sent: %s", error)
             return
-        if wasm is None:
-            return
+        attached = []
+        if asked.send:
+            try:
+                attached = [self._store.own(asked.module) or b""]
+            except (TokenbusError, OSError) as error:
+                log.error("a module cannot be sent: %s", error)
+                attached = [b""]
         head = encode_header(0, message.header.address)
         body = encode_body(ModuleBytes(module=asked.module), "msgpack")
-        sent = [b"MODULE_BYTES", head, body, *([wasm] if asked.send else [])]
-        self._bus.post(sent, message.link)
+        self._bus.post([b"MODULE_BYTES", head, body, *attached], message.link)
 
     def _post(self, frames: list[bytes]) -> None:
         """Sends a message of the module store to the worker that the header names. If the header

@@ -3,6 +3,7 @@ broker."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from msgspec import msgpack
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.settings import Settings
-from tokenbus.protocol.worker_messages import ModuleTable, ModuleTableAnswer
+from tokenbus.protocol.worker_messages import FetchModule, ModuleTable, ModuleTableAnswer
 from tokenbus.workers.bus import FromBus
 from tokenbus.workers.controller.module_calls import ModuleCalls
 from tokenbus.workers.controller.worker import ControllerWorker
@@ -76,3 +77,34 @@ def test_a_table_is_written_over_one_broker_and_then_over_the_next(
     calls._post_once = count
     answered(worker, lambda calls: calls.table("t", 1, b"content"), links=2)
     assert sent[:2] == [1, 2]
+
+
+def test_a_worker_that_is_asked_for_a_module_reads_the_file_only_to_send_it(
+    worker: ControllerWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream that waits for a module repeats the question. A module may have 16 MiB."""
+    store = worker._store
+    assert store is not None
+    wasm = b"a module"
+    module = hashlib.sha256(wasm).hexdigest()
+    file = store._file(module)
+    file.write_bytes(wasm)
+    read: list[str] = []
+    own = store.own
+    monkeypatch.setattr(store, "own", lambda name: (read.append(name), own(name))[1])
+
+    def asked(name: str, send: bool) -> list[list[bytes]]:
+        body = msgpack.encode(FetchModule(module=name, send=send))
+        worker._send_module(FromBus(b"FETCH_MODULE", Header(0, 7), body, [], 0))
+        outbox = worker._bus._links[0]._outbox
+        sent = [list(frames[3:]) for frames in outbox if frames[0] == b"MODULE_BYTES"]
+        outbox.clear()
+        return sent
+
+    assert asked("0" * 64, False) == asked("0" * 64, True) == []
+    assert asked(module, False) == [[]]
+    assert read == []
+    assert asked(module, True) == [[wasm]]
+    # The other worker finds that these bytes do not match the id, and asks another machine.
+    file.write_bytes(b"a changed file")
+    assert asked(module, True) == [[b""]]

@@ -262,6 +262,10 @@ class ModuleStore:
             log.warning("the module %s is not stored on this machine: %s", module, error)
         return wasm
 
+    def has(self, module: str) -> bool:
+        """Whether this machine has the file of a module. Does not read the file."""
+        return self._file(module).exists()
+
     def own(self, module: str) -> bytes | None:
         """The bytes of a module on this machine; None if this machine does not have them. Raises
         ServiceError if the file was changed."""
