@@ -6,6 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+from msgspec import Struct
+
+from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError
 from ..protocol.header import Flag, decode_header, decode_manifest
 from ..protocol.packing import pack
@@ -193,7 +196,12 @@ class Back:
         if request is not None and request.attaching and message_type == b"MSG":
             # After this answer to an ATTACH, the worker sends entries again that it has already
             # sent.
-            request.session.log.repeats(request.id, request.attaching.pop(0))
+            answer: _Attached = decode_as(_Attached, frames[2])
+            received = request.attaching.pop(0)
+            if answer.attached is not None:
+                # A client may name a number above the number of the stream's entries.
+                received = min(received, answer.attached)
+            request.session.log.repeats(request.id, received)
         if request is not None and header.flags & Flag.FINAL:
             self._ends.answered(request, (message_type, *frames[2:]))
             self._dispatcher.forget(request)
@@ -209,3 +217,10 @@ class Back:
             shown = frames[0][:40].decode("ascii", "backslashreplace")
             raise RequestError(Code.UNKNOWN_TYPE, f"{shown!r} is not a message type of workers")
         handler(worker, frames)
+
+
+class _Attached(Struct):
+    """The field of a MSG that shows whether the message answers an ATTACH."""
+
+    attached: int | None = None
+    """``Msg.attached``."""

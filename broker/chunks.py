@@ -85,9 +85,10 @@ class Place:
     segment: int
     """The segment of ``Recent`` in which the request began."""
     again: list[tuple[int, int]] | None = None
-    """After an ATTACH, the worker sends some entries again. For each ATTACH, the list has a pair:
+    """After an ATTACH, the worker sends some entries again. A pair for each ATTACH has
     the number of the first message after the worker's answer, and the number of the first repeated
-    entry."""
+    entry. A pair is removed if a later ATTACH repeats all of its entries, so both numbers
+    ascend."""
 
 
 class Routed:

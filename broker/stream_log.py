@@ -148,12 +148,20 @@ class StreamLog:
 
     def repeats(self, request: int, received: int) -> None:
         """Notes that the worker of a request sends entries of the request again, from the number
-        ``received`` on."""
+        ``received`` on. The caller ensures that the request has at least this number of entries. So
+        the bytes of the entries bound the number of pairs in ``Place.again``."""
         place = self._places.get(request)
-        if place is not None:
-            place.again = [*(place.again or ()), (self._recent.next, received)]
-            place.size += AGAIN_BYTES
-            self._grow(AGAIN_BYTES)
+        if place is None:
+            return
+        again = place.again = place.again or []
+        before = len(again)
+        # These pairs have no effect, because the entries after them are sent once more.
+        while again and again[-1][1] >= received:
+            again.pop()
+        again.append((self._recent.next, received))
+        grown = AGAIN_BYTES * (len(again) - before)
+        place.size += grown
+        self._grow(grown)
 
     def has(self, request: int) -> bool:
         """Whether the entries of a request are in this log."""

@@ -9,8 +9,9 @@ import pytest
 from tokenbus.broker.attaches import MAX_ANSWERED
 from tokenbus.broker.outgoing import Side
 from tokenbus.broker.stream_log import StreamLog
+from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import plain_entry
-from tokenbus.protocol.header import Flag, Header, decode_header
+from tokenbus.protocol.header import Flag, Header, decode_header, encode_header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import ModelInfo, Token
 from tokenbus.protocol.transcript import Transcript, decode_transcript
@@ -439,6 +440,31 @@ def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> N
     assert "ann" not in given_up
     sizes = [session.log.size for session in bench.broker.state.sessions]
     assert max(sizes) == sizes[0], "the session that is kept is the largest one"
+
+
+@pytest.mark.parametrize("first", [0, 1_000_000])
+def test_attaches_that_repeat_no_further_entries_do_not_enlarge_the_log(
+    bench: Bench, first: int
+) -> None:
+    """A client attaches again and again, and names numbers of entries that do not exist."""
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, entry(5, 0), entry(6, 1))
+    sizes = set()
+    for number in range(20):
+        received = first + number if first else 1
+        bench.client("c", "ATTACH", {"stream_id": 1, "received": received})
+        answer = encode_body({"stream_id": 1, "attached": min(received, 2)}, "json")
+        frames = [b"MSG", encode_header(header.request, header.address), answer]
+        bench.sent += bench.broker.on_worker(peer_of("a"), frames, bench.now)
+        if not first:
+            bench.tokens("a", header, entry(6, 1))
+        [session] = bench.broker.state.sessions
+        bench.pass_time(1.0)
+        places = session.log._places.values()
+        sizes.add(sum(len(place.again or ()) for place in places))
+    assert sizes == {1}
+    assert [each.token for each in session.log.entries([header.request])[header.request]] == [5, 6]
 
 
 def test_few_sizes_are_read_when_many_small_requests_are_given_up(
