@@ -44,11 +44,11 @@ class Statuses:
         shown = self._shown_to(session, message.own) if message.streams else []
         if shown and not self._state.is_operator(session):
             check_lists(session, shown, state.now)
-        if shown or message.tools:
+        if shown or message.tools or message.metrics:
             state.sessions.unread.check(
                 session.peer,
                 state.settings.max_pending_bytes,
-                "a list of streams or tools",
+                "a list of streams, tools or metrics",
                 "read the earlier answers first",
             )
         described = self._tools.described(session, message.tools)

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import pytest
 from tokenbus.broker.request import Request
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.metrics import Series
+from tokenbus.protocol.worker_messages import Heartbeat
 
 from ..processes import Bus
 from ..worlds.broker import Bench, generate
@@ -138,6 +140,19 @@ def test_a_client_that_does_not_read_its_lists_gets_no_more_of_them(
     assert "read the earlier answers first" in refused["message"]
     *_, (kind, answer) = bench.client("c", "STATUS", {"stream_id": 99}, "key-c")
     assert (kind, answer["status"]["streams"]) == ("MSG", 40)
+
+
+def test_a_client_that_does_not_read_metrics_gets_no_more_of_them() -> None:
+    """Metrics of many workers are large."""
+    bench = Bench(max_pending_bytes=10_000)
+    bench.worker("a")
+    metrics = [Series(f"metric_{number}", {"label": "x" * 100}, 1.0) for number in range(1000)]
+    bench.send("a", "HEARTBEAT", Heartbeat(metrics=metrics))
+    codes = []
+    for _ in range(4):
+        [(_, answer)] = bench.client("c", "STATUS", {"stream_id": 99, "metrics": True}, "key-c")
+        codes.append(answer.get("code"))
+    assert (codes[0], codes[-1]) == (None, "slow_client")
 
 
 def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
