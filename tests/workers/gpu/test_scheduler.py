@@ -242,6 +242,65 @@ def test_a_client_with_deferred_sequences_does_not_shield_the_one_with_the_slots
     assert late in s.running
 
 
+def compute_all(s: Scheduler) -> None:
+    """Computes steps, at most 6, while the scheduler has work."""
+    for _ in range(6):
+        if s.has_work:
+            compute(s.schedule())
+
+
+def with_deferred(count: int, prompt: int, blocks: int, running: int) -> Scheduler:
+    """A scheduler in which client 1 has ``count`` deferred sequences and no other sequence."""
+    s = scheduler(blocks=blocks, running=running, room=64)
+    for number in range(count):
+        s.add(sequence(number, prompt, client=1))
+        while s.running or s.waiting:
+            compute(s.schedule())
+            for one in [s for s in s.running if s.num_computed_tokens >= prompt]:
+                s.defer(one)
+    return s
+
+
+def test_a_client_without_an_admitted_sequence_gets_blocks_of_deferred_ones() -> None:
+    s = with_deferred(4, 12, blocks=20, running=8)
+    late = sequence(10, 40, client=2)
+    s.add(late)
+    compute_all(s)
+    assert late in s.running
+    assert s.deferred, "a client keeps one of its sequences"
+    # A preempted sequence runs again when the other client's sequence has ended.
+    s.remove(late)
+    compute_all(s)
+    assert len(s.running) + len(s.deferred) == 4
+
+
+def test_deferred_sequences_that_run_one_at_a_time_do_not_keep_the_blocks() -> None:
+    s = with_deferred(4, 12, blocks=20, running=8)
+    running = next(iter(s.deferred))
+    s.reschedule(running)
+    late = sequence(10, 40, client=2)
+    s.add(late)
+    compute_all(s)
+    assert late in s.running
+
+
+def test_a_client_without_an_admitted_sequence_gets_a_place_of_a_deferred_one() -> None:
+    s = with_deferred(8, 4, blocks=100, running=2)
+    others = [sequence(10 + number, 4, client=2) for number in range(3)]
+    for one in others:
+        s.add(one)
+    compute_all(s)
+    assert [one in s.running for one in others] == [True, False, False]
+    assert (len(s.deferred), s.preemptions) == (7, 1)
+
+
+def test_no_place_of_a_deferred_sequence_is_taken_for_a_lower_priority() -> None:
+    s = with_deferred(8, 4, blocks=100, running=2)
+    s.add(sequence(10, 4, priority=-1, client=2))
+    compute_all(s)
+    assert (len(s.deferred), s.preemptions) == (8, 0)
+
+
 def test_no_more_sequences_run_than_max_num_seqs() -> None:
     s = scheduler(running=2)
     for number in (1, 2, 3):
