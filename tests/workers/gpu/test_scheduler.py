@@ -164,16 +164,50 @@ def test_no_sequence_is_preempted_for_a_prompt_that_does_not_fit_then() -> None:
     assert (len(s.running), s.preemptions) == (8, 0)
 
 
-def test_a_client_keeps_as_many_sequences_as_the_forks_for_which_others_are_preempted() -> None:
-    for forks, expected in ((7, 0), (4, 0), (3, 4)):
+def test_one_sequence_is_preempted_for_a_request_with_forks() -> None:
+    for forks in (7, 3):
         s = with_client(8, 30, blocks=300)
         late = sequence(100, 8, client=2)
         late.pending_forks = forks
         s.add(late)
         for _ in range(4):
             compute(s.schedule())
-        assert s.preemptions == expected
-        assert (late in s.running) == (expected > 0)
+        assert late in s.running
+        assert s.preemptions == 1
+
+
+def test_a_request_with_more_forks_than_free_slots_does_not_hold_up_other_clients() -> None:
+    s = scheduler(running=8, room=64)
+    for number in range(3):
+        s.add(sequence(number, 4, client=number))
+    compute(s.schedule())
+    forking = sequence(10, 4, client=10)
+    forking.pending_forks = 7
+    late = [sequence(20 + number, 4, client=20 + number) for number in range(3)]
+    for one in (forking, *late):
+        s.add(one)
+    compute(s.schedule())
+    assert set(s.running) >= {forking, *late}
+
+
+def test_free_slots_are_kept_for_the_forks_of_a_request() -> None:
+    s = scheduler(running=8, room=4)
+    forking = sequence(1, 12, client=1)
+    forking.pending_forks = 7
+    second = sequence(2, 4, client=1)
+    third = sequence(3, 4, client=2)
+    third.pending_forks = 1
+    for one in (forking, second, third):
+        s.add(one)
+    compute(s.schedule())
+    compute(s.schedule())
+    assert list(s.running) == [forking]
+    # The first sequence of another client is admitted.
+    s.remove(third)
+    s.add(sequence(4, 4, client=3))
+    forking.num_computed_tokens = 11
+    compute(s.schedule())
+    assert [one.request for one in s.running] == [1, 4]
 
 
 def test_short_requests_one_after_another_cost_a_bounded_part_of_the_steps() -> None:

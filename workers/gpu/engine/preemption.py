@@ -50,7 +50,7 @@ def choose_victims(
 
     The victims are chosen one by one. Each victim belongs to the client that then has the most
     sequences in ``admitted``. Among this client's sequences that may be preempted, the victim has
-    the lowest rank. A client keeps at least 1 + ``refused.pending_forks`` sequences. A sequence
+    the lowest rank. A client keeps at least one sequence. A sequence
     is not preempted if its priority is above the priority of ``refused``. A sequence that later
     arrivals have overtaken ``MAX_OVERTAKEN`` times is not preempted either, because the waiting
     queue would admit it again first.
@@ -65,7 +65,7 @@ def choose_victims(
     victims: list[Sequence] = []
     slots, needed = lack
     while slots > 0 or needed > 0:
-        if not largest or -largest[0][0] <= 1 + refused.pending_forks:
+        if not largest or -largest[0][0] <= 1:
             return []
         size, client = largest[0]
         if not chosen_from[client]:
@@ -74,7 +74,7 @@ def choose_victims(
         victim = chosen_from[client].pop()
         heapq.heapreplace(largest, (size + 1, client))
         victims.append(victim)
-        slots -= 1 + victim.pending_forks
+        slots -= 1
         needed -= num_freed([victim], blocks)
     return victims
 

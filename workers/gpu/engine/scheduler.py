@@ -117,7 +117,8 @@ class Scheduler:
     When a running sequence is deferred, it gives up its slot. When it is rescheduled, it runs again
     at once, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a while.
     Each step then skips the sequences that are last in order, and waiting sequences are not
-    admitted. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
+    admitted. A request with ``n`` above 1 is admitted when one slot is free. Free slots are kept for
+    its other sequences, except from the first sequence of another client. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
     ``max_num_seqs`` sequences run or are deferred.
     """
 
@@ -313,17 +314,16 @@ class Scheduler:
         """Admits waiting sequences and adds their first chunks to the batch, up to ``room`` tokens.
         ``num_ending``: number of running sequences that end with their next token."""
         while room > 0 and self.waiting:
-            slots = len(self.running) - num_ending + sum(s.pending_forks for s in self.running)
             sequence = self.waiting.first()
+            slots = len(self.running) - num_ending
+            if sequence.pending_forks or self.waiting.num_running(sequence.client):
+                slots += sum(s.pending_forks for s in self.running)
             if self.running and slots >= self._max_num_seqs:
                 self._refused = sequence
                 break
             if sequence.drawn >= 0:
                 # The sequence was preempted in this step. Its last token is still on the device, so
                 # the sequence is not admitted before the next step.
-                break
-            if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
-                self._refused = sequence
                 break
             if sequence.row is not None:
                 # This sequence is a fork that had to wait for a slot. It already has logits, and
@@ -361,8 +361,7 @@ class Scheduler:
         if not self.waiting or self.waiting.first() is not refused:
             return []
         victims: list[Sequence] = []
-        forks = sum(s.pending_forks for s in self.running)
-        slots = len(self.running) + forks + 1 + refused.pending_forks - self._max_num_seqs
+        slots = len(self.running) + 1 - self._max_num_seqs
         if self.running and slots > 0:
             lack = Lack(slots, 0)
             victims = choose_victims(refused, self.running, lack, self._blocks)
