@@ -117,9 +117,10 @@ class Scheduler:
     When a running sequence is deferred, it gives up its slot. When it is rescheduled, it runs again
     at once, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a while.
     Each step then skips the sequences that are last in order, and waiting sequences are not
-    admitted. A request with ``n`` above 1 is admitted when one slot is free. Free slots are kept for
-    its other sequences, except from the first sequence of another client. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
-    ``max_num_seqs`` sequences run or are deferred.
+    admitted. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
+    ``max_num_seqs`` sequences run or are deferred. A request with ``n`` above 1 is admitted when
+    one slot is free. Free slots are kept for its other sequences, except from the first sequence of
+    another client.
     """
 
     def __init__(
