@@ -244,8 +244,12 @@ def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
     likely = None
     if most:
         reporting, of_best = _likely_rows(rows), torch.from_numpy(numbers[1].copy())
-        selected = [_rows_of(values, reporting) for values in (logits, best, of_best)]
-        likely = _likely_of(*selected, most)
+        likely = _likely_of(
+            _rows_of(logits, reporting),
+            _rows_of(best, reporting),
+            _rows_of(of_best, reporting),
+            most,
+        )
     if not rows.unchanged:
         best = _change(logits, best, rows, numbers)
     return Drawn(rows, logits.shape[-1], best, Numbers(numbers), likely)
