@@ -43,8 +43,8 @@ class WaitingQueue:
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
         self._returned: dict[int, _Returned] = {}
-        """Waiting sequences that ``put_back`` has added, by arrival. All sequences of a request have
-        the same arrival. Only these sequences can have blocks."""
+        """Waiting sequences that ``put_back`` has added, by arrival. The sequences of a request
+        have the same arrival. Only these sequences can have blocks."""
         self._latest: list[int] = []
         """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. For a new
         sequence that still waits, the entries above its own arrival are the sequences that have
