@@ -10,8 +10,8 @@ import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.sampling.races import SORTED
-from tokenbus.workers.gpu.sampling.row_parameters import Row
-from tokenbus.workers.gpu.sampling.sampler import sample
+from tokenbus.workers.gpu.sampling.row_parameters import Row, Rows
+from tokenbus.workers.gpu.sampling.sampler import draw, sample
 
 VOCAB = 50
 
@@ -180,3 +180,16 @@ def test_top_logprobs_are_the_best_and_the_chosen_one() -> None:
     got = sample(values, [0], [row(top_logprobs=3, logit_bias={9: 100.0})]).top[0]
     assert set(got) == {*plain.topk(3).indices.tolist(), 9}
     assert got[9] == pytest.approx(plain[9].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_rows_with_top_logprobs_are_searched_for_likely_tokens(dtype: torch.dtype) -> None:
+    # The sampler has a separate implementation for float32 on a CPU.
+    values = logits(4).to(dtype)
+    asking = row(top_logprobs=3)
+    drawn = draw(values, None, Rows.of([row(), row(), asking, row(temperature=1.0)]))
+    assert drawn.likely is not None
+    assert [tuple(found.shape) for found in drawn.likely] == [(1, 3), (1, 3)]
+    [(at, top)] = drawn.fetch().top.items()
+    assert at == 2
+    assert top == pytest.approx(sample(values[2:3], [0], [asking]).top[0])

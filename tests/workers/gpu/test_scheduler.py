@@ -164,16 +164,50 @@ def test_no_sequence_is_preempted_for_a_prompt_that_does_not_fit_then() -> None:
     assert (len(s.running), s.preemptions) == (8, 0)
 
 
-def test_a_client_keeps_as_many_sequences_as_the_forks_for_which_others_are_preempted() -> None:
-    for forks, expected in ((7, 0), (4, 0), (3, 4)):
+def test_one_sequence_is_preempted_for_a_request_with_forks() -> None:
+    for forks in (7, 3):
         s = with_client(8, 30, blocks=300)
         late = sequence(100, 8, client=2)
         late.pending_forks = forks
         s.add(late)
         for _ in range(4):
             compute(s.schedule())
-        assert s.preemptions == expected
-        assert (late in s.running) == (expected > 0)
+        assert late in s.running
+        assert s.preemptions == 1
+
+
+def test_a_request_with_more_forks_than_free_slots_does_not_hold_up_other_clients() -> None:
+    s = scheduler(running=8, room=64)
+    for number in range(3):
+        s.add(sequence(number, 4, client=number))
+    compute(s.schedule())
+    forking = sequence(10, 4, client=10)
+    forking.pending_forks = 7
+    late = [sequence(20 + number, 4, client=20 + number) for number in range(3)]
+    for one in (forking, *late):
+        s.add(one)
+    compute(s.schedule())
+    assert set(s.running) >= {forking, *late}
+
+
+def test_free_slots_are_kept_for_the_forks_of_a_request() -> None:
+    s = scheduler(running=8, room=4)
+    forking = sequence(1, 12, client=1)
+    forking.pending_forks = 7
+    second = sequence(2, 4, client=1)
+    third = sequence(3, 4, client=2)
+    third.pending_forks = 1
+    for one in (forking, second, third):
+        s.add(one)
+    compute(s.schedule())
+    compute(s.schedule())
+    assert list(s.running) == [forking]
+    # The first sequence of another client is admitted.
+    s.remove(third)
+    s.add(sequence(4, 4, client=3))
+    forking.num_computed_tokens = 11
+    compute(s.schedule())
+    assert [one.request for one in s.running] == [1, 4]
 
 
 def test_short_requests_one_after_another_cost_a_bounded_part_of_the_steps() -> None:
@@ -240,6 +274,65 @@ def test_a_client_with_deferred_sequences_does_not_shield_the_one_with_the_slots
     for _ in range(3):
         compute(s.schedule())
     assert late in s.running
+
+
+def compute_all(s: Scheduler) -> None:
+    """Computes steps, at most 6, while the scheduler has work."""
+    for _ in range(6):
+        if s.has_work:
+            compute(s.schedule())
+
+
+def with_deferred(count: int, prompt: int, blocks: int, running: int) -> Scheduler:
+    """A scheduler in which client 1 has ``count`` deferred sequences and no other sequence."""
+    s = scheduler(blocks=blocks, running=running, room=64)
+    for number in range(count):
+        s.add(sequence(number, prompt, client=1))
+        while s.running or s.waiting:
+            compute(s.schedule())
+            for one in [s for s in s.running if s.num_computed_tokens >= prompt]:
+                s.defer(one)
+    return s
+
+
+def test_a_client_without_an_admitted_sequence_gets_blocks_of_deferred_ones() -> None:
+    s = with_deferred(4, 12, blocks=20, running=8)
+    late = sequence(10, 40, client=2)
+    s.add(late)
+    compute_all(s)
+    assert late in s.running
+    assert s.deferred, "a client keeps one of its sequences"
+    # A preempted sequence runs again when the other client's sequence has ended.
+    s.remove(late)
+    compute_all(s)
+    assert len(s.running) + len(s.deferred) == 4
+
+
+def test_deferred_sequences_that_run_one_at_a_time_do_not_keep_the_blocks() -> None:
+    s = with_deferred(4, 12, blocks=20, running=8)
+    running = next(iter(s.deferred))
+    s.reschedule(running)
+    late = sequence(10, 40, client=2)
+    s.add(late)
+    compute_all(s)
+    assert late in s.running
+
+
+def test_a_client_without_an_admitted_sequence_gets_a_place_of_a_deferred_one() -> None:
+    s = with_deferred(8, 4, blocks=100, running=2)
+    others = [sequence(10 + number, 4, client=2) for number in range(3)]
+    for one in others:
+        s.add(one)
+    compute_all(s)
+    assert [one in s.running for one in others] == [True, False, False]
+    assert (len(s.deferred), s.preemptions) == (7, 1)
+
+
+def test_no_place_of_a_deferred_sequence_is_taken_for_a_lower_priority() -> None:
+    s = with_deferred(8, 4, blocks=100, running=2)
+    s.add(sequence(10, 4, priority=-1, client=2))
+    compute_all(s)
+    assert (len(s.deferred), s.preemptions) == (8, 0)
 
 
 def test_no_more_sequences_run_than_max_num_seqs() -> None:

@@ -176,3 +176,19 @@ def test_ten_thousand_waiting_are_not_looked_at_where_blocks_run_out() -> None:
         return Visited.visits
 
     assert visits(10_000) == visits(100)
+
+
+def test_ten_thousand_waiting_forks_cost_an_admission_what_a_hundred_do() -> None:
+    def visits(forks: int) -> int:
+        queue = WaitingQueue()
+        for _ in range(forks):
+            queue.put_back(sequence(0, client=1, kind=Visited))
+        later = [sequence(1 + i, client=2, kind=Visited) for i in range(50)]
+        for one in later:
+            queue.append(one)
+        Visited.visits = 0
+        for one in later:
+            queue.admit(one)
+        return Visited.visits
+
+    assert visits(10_000) == visits(100)

@@ -15,7 +15,8 @@ from .waiting import MAX_OVERTAKEN
 
 class Lack(NamedTuple):
     """The slots (places for running sequences) and the blocks that must become free before a
-    waiting sequence can be admitted."""
+    waiting sequence can be admitted. If deferred sequences may be preempted too, ``slots`` is a
+    number of places for running and deferred sequences together."""
 
     slots: int
     blocks: int
@@ -33,22 +34,30 @@ def num_blocks(sequences: Iterable[Sequence]) -> int:
     return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 
+def num_freed(sequences: Iterable[Sequence], blocks: BlockManager) -> int:
+    """The number of blocks that waiting sequences can use after the preemption of admitted
+    sequences."""
+    tables = ((sequence.block_table, sequence.target) for sequence in sequences)
+    return sum(blocks.num_unshared(t) + blocks.num_reserved(t, target) for t, target in tables)
+
+
 def choose_victims(
-    refused: Sequence, running: Collection[Sequence], lack: Lack, blocks: BlockManager
+    refused: Sequence, admitted: Collection[Sequence], lack: Lack, blocks: BlockManager
 ) -> list[Sequence]:
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
-    enough slots or blocks.
+    enough slots or blocks. ``admitted``: the running sequences, or the running and the deferred
+    sequences.
 
     The victims are chosen one by one. Each victim belongs to the client that then has the most
-    running sequences. Among this client's sequences that may be preempted, the victim has the
-    lowest rank. A client keeps at least 1 + ``refused.pending_forks`` running sequences. A sequence
+    sequences in ``admitted``. Among this client's sequences that may be preempted, the victim has
+    the lowest rank. A client keeps at least one sequence. A sequence
     is not preempted if its priority is above the priority of ``refused``. A sequence that later
     arrivals have overtaken ``MAX_OVERTAKEN`` times is not preempted either, because the waiting
     queue would admit it again first.
     """
-    sizes = Counter(sequence.client for sequence in running)
+    sizes = Counter(sequence.client for sequence in admitted)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
-    for sequence in sorted(running, key=rank, reverse=True):
+    for sequence in sorted(admitted, key=rank, reverse=True):
         if sequence.priority <= refused.priority and sequence.overtaken < MAX_OVERTAKEN:
             chosen_from[sequence.client].append(sequence)
     largest = [(-size, client) for client, size in sizes.items()]
@@ -56,7 +65,7 @@ def choose_victims(
     victims: list[Sequence] = []
     slots, needed = lack
     while slots > 0 or needed > 0:
-        if not largest or -largest[0][0] <= 1 + refused.pending_forks:
+        if not largest or -largest[0][0] <= 1:
             return []
         size, client = largest[0]
         if not chosen_from[client]:
@@ -65,10 +74,8 @@ def choose_victims(
         victim = chosen_from[client].pop()
         heapq.heapreplace(largest, (size + 1, client))
         victims.append(victim)
-        slots -= 1 + victim.pending_forks
-        needed -= blocks.num_unshared(victim.block_table) + blocks.num_reserved(
-            victim.block_table, victim.target
-        )
+        slots -= 1
+        needed -= num_freed([victim], blocks)
     return victims
 
 

@@ -8,7 +8,7 @@ preempted: its blocks are freed, and it is computed again later. The sequence th
 order* is preempted first: the sequence with the lowest priority, and among these the latest
 arrival. A *slot* is one of the ``max_num_seqs`` places for running sequences. Clients share the
 slots. The first waiting sequence may lack a slot or blocks while its client does not have a running
-sequence. Then sequences of the clients with the most running sequences are preempted
+or deferred sequence. Then sequences of the clients with the most such sequences are preempted
 (``preemption.py``).
 """
 
@@ -22,7 +22,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from .block_manager import BlockManager
-from .preemption import Lack, choose_victims, from_largest_client, num_blocks, rank
+from .preemption import Lack, choose_victims, from_largest_client, num_blocks, num_freed, rank
 from .sequence import Sequence
 from .waiting import WaitingQueue
 
@@ -40,7 +40,8 @@ MAX_ADMITTED = 4
 sequences without logits are not admitted. A deferred sequence does not have a slot, but keeps its
 row of logits (``vocab`` * 4 bytes). If a controller worker does not respond, all its sequences
 become deferred. Without the bound, all waiting sequences would then be admitted and deferred, until
-the device runs out of memory."""
+the device runs out of memory. At the bound, a sequence can be preempted for the first sequence of
+another client."""
 RECOMPUTED = 8
 """Bound on recomputation. A sequence that is preempted for another client must be computed again.
 On average, tokens that are computed again for this reason may take at most 1 / ``RECOMPUTED`` of
@@ -117,7 +118,9 @@ class Scheduler:
     at once, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a while.
     Each step then skips the sequences that are last in order, and waiting sequences are not
     admitted. Sequences without logits are also not admitted while ``MAX_ADMITTED`` *
-    ``max_num_seqs`` sequences run or are deferred.
+    ``max_num_seqs`` sequences run or are deferred. A request with ``n`` above 1 is admitted when
+    one slot is free. Free slots are kept for its other sequences, except from the first sequence of
+    another client.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class Scheduler:
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence, if the last step could not admit it because a slot or blocks
-        were missing."""
+        were missing, or because of the bound ``MAX_ADMITTED``."""
         self._recomputed = 0
         """The debt of recomputation, in tokens. A preemption for another client adds the tokens
         that are computed again. Each step subtracts the tokens that ``RECOMPUTED`` allows. While
@@ -163,7 +166,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running) or (bool(self.waiting) and not self._stalled)
+        return bool(self.running) or (bool(self.waiting) and (not self._stalled or self.owes_room))
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence, which must be the latest arrival. The sequence waits to be
@@ -312,8 +315,10 @@ class Scheduler:
         """Admits waiting sequences and adds their first chunks to the batch, up to ``room`` tokens.
         ``num_ending``: number of running sequences that end with their next token."""
         while room > 0 and self.waiting:
-            slots = len(self.running) - num_ending + sum(s.pending_forks for s in self.running)
             sequence = self.waiting.first()
+            slots = len(self.running) - num_ending
+            if sequence.pending_forks or self.waiting.num_running(sequence.client):
+                slots += sum(s.pending_forks for s in self.running)
             if self.running and slots >= self._max_num_seqs:
                 self._refused = sequence
                 break
@@ -321,14 +326,12 @@ class Scheduler:
                 # The sequence was preempted in this step. Its last token is still on the device, so
                 # the sequence is not admitted before the next step.
                 break
-            if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
-                self._refused = sequence
-                break
             if sequence.row is not None:
                 # This sequence is a fork that had to wait for a slot. It already has logits, and
                 # does not need a forward.
                 self._admit(sequence)
-            elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
+            elif self._num_over(1) > 0:
+                self._refused = sequence
                 break
             elif sequence.waits_for_blocks and self._prefills(sequence.request):
                 # Another sequence of the request is computing the prompt. The waiting sequence can
@@ -350,22 +353,42 @@ class Scheduler:
 
     def _victims_of_others(self) -> list[Sequence]:
         """The sequences of other clients to preempt so that the refused sequence can be admitted.
-        Empty if the refused sequence's client has a running sequence."""
+        Empty if the refused sequence's client has an admitted sequence. Running sequences are
+        preempted for a slot. For blocks, and for the bound ``MAX_ADMITTED``, deferred sequences are
+        preempted too."""
         refused = self._refused
-        if refused is None or not self.running or self.waiting.num_running(refused.client):
+        if refused is None or self.waiting.num_running(refused.client):
             return []
         if not self.waiting or self.waiting.first() is not refused:
             return []
-        forks = sum(s.pending_forks for s in self.running)
-        slots = len(self.running) + forks + 1 + refused.pending_forks - self._max_num_seqs
-        if slots > 0 and not choose_victims(refused, self.running, Lack(slots, 0), self._blocks):
-            return []
-        lack = Lack(slots, self._lacking_blocks(refused))
-        victims = choose_victims(refused, self.running, lack, self._blocks)
+        victims: list[Sequence] = []
+        slots = len(self.running) + 1 - self._max_num_seqs
+        if self.running and slots > 0:
+            lack = Lack(slots, 0)
+            victims = choose_victims(refused, self.running, lack, self._blocks)
+            if not victims:
+                return []
+        lack = Lack(
+            self._num_over(1 - len(victims)) if refused.row is None else 0,
+            self._lacking_blocks(refused) - num_freed(victims, self._blocks),
+        )
+        if lack.slots > 0 or lack.blocks > 0:
+            chosen = set(victims)
+            rest = [s for s in (*self.running, *self.deferred) if s not in chosen]
+            more = choose_victims(refused, rest, lack, self._blocks)
+            if not more:
+                return []
+            victims += more
         displaced = sum(s.displaced for s in self.waiting.returned)
         if displaced and displaced + len(victims) > self._max_num_seqs // MAX_DISPLACED:
             return []
         return victims
+
+    def _num_over(self, change: int) -> int:
+        """The number of running and deferred sequences above the bound ``MAX_ADMITTED``, after
+        their number has changed by ``change``. Negative below the bound."""
+        admitted = len(self.running) + len(self.deferred) + change
+        return admitted - MAX_ADMITTED * self._max_num_seqs
 
     def _lacking_blocks(self, sequence: Sequence) -> int:
         """The number of further blocks that must become free before a waiting sequence can be

@@ -14,7 +14,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
+from math import inf
 
 from .sequence import Sequence
 
@@ -41,8 +42,9 @@ class WaitingQueue:
         insertions into the queue."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
-        self._returned: dict[Sequence, None] = {}
-        """Waiting sequences that ``put_back`` has added. Only these sequences can have blocks."""
+        self._returned: dict[int, _Returned] = {}
+        """Waiting sequences that ``put_back`` has added, by arrival. The sequences of a request
+        have the same arrival. Only these sequences can have blocks."""
         self._latest: list[int] = []
         """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. For a new
         sequence that still waits, the entries above its own arrival are the sequences that have
@@ -61,7 +63,7 @@ class WaitingQueue:
     @property
     def returned(self) -> Iterator[Sequence]:
         """The waiting sequences that may have blocks."""
-        return iter(self._returned)
+        return chain.from_iterable(group.starts for group in self._returned.values())
 
     def append(self, sequence: Sequence) -> None:
         """Adds a new sequence, which must be the latest arrival."""
@@ -71,7 +73,7 @@ class WaitingQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Adds a fork, or a sequence that returns to the queue. The sequence keeps its original
         arrival."""
-        self._returned[sequence] = None
+        self._returned.setdefault(sequence.arrival, _Returned()).add(sequence)
         overdue = sequence.overtaken >= MAX_OVERTAKEN
         self._put(self._overdue if overdue else self._ordinary, sequence)
 
@@ -81,10 +83,14 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence from the queue."""
-        if sequence not in self._returned:
+        group = self._returned.get(sequence.arrival)
+        if group is None or sequence not in group.starts:
             later = len(self._latest) - bisect_right(self._latest, sequence.arrival)
             sequence.overtaken = max(sequence.overtaken, later)
-        self._returned.pop(sequence, None)
+        else:
+            group.remove(sequence)
+            if not group.starts:
+                del self._returned[sequence.arrival]
         self._newcomers.pop(sequence, None)
         order, tick = self._places.pop(sequence)
         order.remove(sequence, tick)
@@ -96,10 +102,9 @@ class WaitingQueue:
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:
             del self._latest[0]
-        for other in self._returned:
-            if other.arrival < sequence.arrival:
-                other.overtaken += 1
-                if other.overtaken == MAX_OVERTAKEN:
+        for arrival, group in self._returned.items():
+            if arrival < sequence.arrival:
+                for other in group.overtake():
                     self._move(other)
         if len(self._latest) == MAX_OVERTAKEN:
             while self._newcomers:
@@ -137,6 +142,40 @@ class WaitingQueue:
         order.remove(sequence, tick)
         self._places[sequence] = self._overdue, tick
         self._overdue.add(sequence, tick)
+
+
+class _Returned:
+    """The sequences of one arrival that ``WaitingQueue.put_back`` has added. They are overtaken
+    together. So an admission does not visit each sequence."""
+
+    def __init__(self) -> None:
+        self.starts: dict[Sequence, int] = {}
+        """For each sequence: the value of ``_admitted`` minus ``Sequence.overtaken`` when the
+        sequence was added."""
+        self._admitted = 0
+        """Number of later arrivals that were admitted since this object was made."""
+        self._next_overdue = inf
+        """A lower bound on the value of ``_admitted`` at which the next sequence is overdue."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a sequence."""
+        start = self.starts[sequence] = self._admitted - sequence.overtaken
+        if sequence.overtaken < MAX_OVERTAKEN:
+            self._next_overdue = min(self._next_overdue, start + MAX_OVERTAKEN)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence and sets its ``overtaken``."""
+        sequence.overtaken = self._admitted - self.starts.pop(sequence)
+
+    def overtake(self) -> list[Sequence]:
+        """Counts the admission of a later arrival. Returns the sequences that are now overdue."""
+        self._admitted += 1
+        if self._admitted < self._next_overdue:
+            return []
+        last = self._admitted - MAX_OVERTAKEN
+        later = (start for start in self.starts.values() if start > last)
+        self._next_overdue = min(later, default=inf) + MAX_OVERTAKEN
+        return [sequence for sequence, start in self.starts.items() if start == last]
 
 
 class _Order:

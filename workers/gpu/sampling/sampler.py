@@ -127,8 +127,8 @@ class Drawn:
     """Tokens, log-probabilities and errors on the host; valid when the device has finished the
     copies."""
     likely: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The most likely tokens ``[rows, most]`` and their log-probabilities. They are also copied to
-    the host."""
+    """The most likely tokens of the rows that report them (``_likely_rows``), and their
+    log-probabilities, ``[num_likely_rows, most]`` each. They are also copied to the host."""
     answers: Answers | None = None
     """The answers to the queries of controllers."""
     candidates: Candidates | None = None
@@ -241,7 +241,15 @@ def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:
         return _draw_by_torch(logits, rows, most)
     tokens, numbers = reduced
     best = torch.from_numpy(tokens)
-    likely = _likely_of(logits, best, torch.from_numpy(numbers[1].copy()), most) if most else None
+    likely = None
+    if most:
+        reporting, of_best = _likely_rows(rows), torch.from_numpy(numbers[1].copy())
+        likely = _likely_of(
+            _rows_of(logits, reporting),
+            _rows_of(best, reporting),
+            _rows_of(of_best, reporting),
+            most,
+        )
     if not rows.unchanged:
         best = _change(logits, best, rows, numbers)
     return Drawn(rows, logits.shape[-1], best, Numbers(numbers), likely)
@@ -271,7 +279,8 @@ def _draw_by_torch(logits: torch.Tensor, rows: Rows, most: int) -> Drawn:
     every = torch.log_softmax(logits, -1)
     logprobs = every.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     on_host = OnHost.of(chosen, logprobs, allowed)
-    return Drawn(rows, logits.shape[-1], chosen, on_host, _likely(every, most))
+    likely = _likely(_rows_of(every, _likely_rows(rows)), most) if most else None
+    return Drawn(rows, logits.shape[-1], chosen, on_host, likely)
 
 
 @torch.inference_mode()
@@ -323,11 +332,11 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
     return Scores(tokens, values.to("cpu", non_blocking=True), _likely(every, most))
 
 
-def _rows_of(logits: torch.Tensor, indices: Sequence[int] | None) -> torch.Tensor:
+def _rows_of(values: torch.Tensor, indices: Sequence[int] | None) -> torch.Tensor:
     """Selects the rows ``indices``, or all rows if ``indices`` is None."""
-    if indices is None or list(indices) == list(range(logits.shape[0])):
-        return logits
-    return logits[_ints(indices, logits)]
+    if indices is None or list(indices) == list(range(values.shape[0])):
+        return values
+    return values[_ints(indices, values)]
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:
@@ -548,12 +557,20 @@ def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _most_likely(rows: Rows) -> int:
-    """The number of most likely tokens to find for each row."""
+    """The number of most likely tokens to find for each row that reports them."""
     wanted = rows.parameters.top_logprobs
     most = max(wanted.values()) if wanted else 0
     if rows.inspected and any(i in rows.masks or i in rows.biases for i in rows.inspected):
         most = max(most, INSPECTED)
     return most
+
+
+def _likely_rows(rows: Rows) -> list[int]:
+    """The rows that report their most likely tokens. The time to find these tokens does not depend
+    on the other rows, which may belong to other clients."""
+    found = set(rows.parameters.top_logprobs)
+    found.update(i for i in rows.inspected if i in rows.masks or i in rows.biases)
+    return sorted(found)
 
 
 def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -580,7 +597,8 @@ def _likely_of(
 def _report_likely(result: Sampled, rows: Rows, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
     """Reports the most likely tokens of each row whose request needs them. With ``inspect``, also
     reports how mask and bias affect them."""
-    likely, values = ids.tolist(), logprobs.tolist()
+    likely = dict(zip(_likely_rows(rows), ids.tolist(), strict=True))
+    values = dict(zip(likely, logprobs.tolist(), strict=True))
     wanted = rows.parameters.top_logprobs
     for i, n in wanted.items():
         top = dict(zip(likely[i][:n], values[i][:n], strict=True))
