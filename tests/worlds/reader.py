@@ -31,7 +31,8 @@ class Reader:
 
     def whole(self) -> list[GeneratedSequence]:
         """Waits for the end of a stream without an error; returns its sequences."""
-        assert self.end() is None
+        error = self.end()
+        assert error is None, error
         return self.stream.sequences
 
     @property

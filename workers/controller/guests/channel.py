@@ -84,9 +84,10 @@ class Channel:
     time."""
 
     def __init__(self, files: ChannelFiles, *, guest: bool) -> None:
-        """``guest``: whether this is the side of the guest process. The channel owns ``files``."""
+        """``guest``: whether this is the side of the guest process. The caller closes
+        ``files.memory``; the channel owns the other descriptors. Raises OSError if the process has
+        no free descriptor."""
         self._map = mmap.mmap(files.memory, SHARED_BYTES)
-        os.close(files.memory)
         view = memoryview(self._map)
         first = view[HEAD_BYTES : HEAD_BYTES + AREA_BYTES]
         second = view[HEAD_BYTES + AREA_BYTES : HEAD_BYTES + 2 * AREA_BYTES]

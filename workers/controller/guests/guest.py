@@ -430,7 +430,9 @@ def run(control: socket.socket, process: GuestProcess) -> None:
         _, files, _, _ = socket.recv_fds(control, 1, 3)
         if len(files) != 3:
             os._exit(0)
-        channel = Channel(ChannelFiles(*files), guest=True)
+        received = ChannelFiles(*files)
+        channel = Channel(received, guest=True)
+        os.close(received.memory)
         args = process, channel, control.fileno()
         threading.Thread(target=_serve, args=args, daemon=True).start()
 

@@ -65,6 +65,7 @@ MAX_THREADS = MAX_CHANNELS + 100
 threads."""
 MAX_WALL_S = 60.0
 """Seconds of wall-clock time after which a call's process is killed."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Cause(Enum):
@@ -401,9 +402,10 @@ class GuestProcess:
 
     def _new_channel(self) -> Channel | None:
         """Makes a channel, and sends its descriptors to the process. Returns None if the process
-        has not received the earlier channels yet, or if its tenant has no memory for a further
-        channel. Raises ControllerError if the tenant has no memory for the first channel. Called
-        under the lock. Does not wait for the process, because the watchdog needs the lock too."""
+        has not received the earlier channels yet, or if a further channel lacks memory of its
+        tenant or descriptors of the worker. For the first channel, raises ControllerError without
+        memory, and OSError without descriptors. Called under the lock. Does not wait for the
+        process, because the watchdog needs the lock too."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)
@@ -413,8 +415,10 @@ class GuestProcess:
                 raise
         try:
             made = self._sent_channel()
-        except BaseException:
+        except BaseException as error:
             self._give_back_channel()
+            if self._channels and isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+                return None
             raise
         if made is None:
             self._give_back_channel()
@@ -425,14 +429,21 @@ class GuestProcess:
     def _sent_channel(self) -> Channel | None:
         files = ChannelFiles.make()
         try:
-            socket.send_fds(self._control, [b"c"], files)
-        except OSError as error:
+            channel = Channel(files, guest=False)
+        except OSError:
             for descriptor in files:
                 os.close(descriptor)
+            raise
+        try:
+            socket.send_fds(self._control, [b"c"], files)
+        except OSError as error:
+            channel.free()
             if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                 return None
             raise ChannelClosed("its socket is closed") from None
-        return Channel(files, guest=False)
+        finally:
+            os.close(files.memory)
+        return channel
 
     def _give_back_channel(self) -> None:
         if self._memory is not None:

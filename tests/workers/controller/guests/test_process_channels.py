@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
-from tokenbus.workers.controller.guests.channel import SHARED_BYTES
+from tokenbus.workers.controller.guests.channel import SHARED_BYTES, ChannelFiles
 from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied, GuestProcess
 from tokenbus.workers.controller.pool import Pool
 
@@ -72,6 +74,31 @@ def test_a_request_without_a_channel_leaves_its_slot_to_those_that_have_one(
     until(lambda: not pool.busy, 60, "both requests end")
     assert one.allowed() == two.allowed() == [2]
     pool.close()
+
+
+def test_a_request_waits_for_a_channel_if_the_worker_has_no_descriptors(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = runtime.program(CALM, "no descriptors")
+    one, two = Sequence(made), Sequence(made)
+    process = one.controller._process  # type: ignore[attr-defined]
+    pid = stop(one)
+    refused = threading.Event()
+
+    def refuse() -> ChannelFiles:
+        refused.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(ChannelFiles, "make", refuse)
+    with ThreadPoolExecutor(2) as pool:
+        rounds = [pool.submit(one.round)]
+        until(lambda: bool(process._running), 60, "the request has the channel")
+        rounds.append(pool.submit(two.round))
+        assert refused.wait(60)
+        os.kill(pid, signal.SIGCONT)
+        for each in rounds:
+            each.result(60)
+    assert one.allowed() == two.allowed() == [2]
 
 
 def test_a_process_whose_end_is_not_reported_yet_takes_no_request(runtime: Runtime) -> None:

@@ -418,7 +418,7 @@ def test_a_process_that_ends_while_a_module_is_read_is_replaced() -> None:
         def load() -> Loaded:
             while reasons:
                 reason = reasons.pop()
-                for process in runtime.table._processes.values():
+                for process in list(runtime.table._processes.values()):
                     process.kill(reason)
             return Loaded("native", compiled)
 
