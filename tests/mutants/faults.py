@@ -190,8 +190,20 @@ FAULTS = (
     Fault(
         "a session that began here adopts a stream again",
         "adoption.py",
-        "return session if begun_before and not known else None",
-        "return session",
+        "return session if begun_before and not known and fits else None",
+        "return session if fits else None",
+    ),
+    Fault(
+        "adopted streams do not count towards the quota of streams",
+        "adoption.py",
+        "fits = fits and self._quotas.has_stream(session)",
+        "fits = True",
+    ),
+    Fault(
+        "a claimed stream does not keep its place at the worker",
+        "worker.py",
+        "len(self.requests) + len(self.fences) + elsewhere",
+        "len(self.requests) + elsewhere",
     ),
     Fault(
         "a cancelled stream is adopted",
