@@ -123,6 +123,6 @@ def _check_workers(broker: Broker) -> None:
             assert state.requests[number] is request
             assert request.steered_by is worker
     steered = [r for worker in state.workers.values() for r in worker.steers.values()]
-    placed = Counter((r.steered.owner, None) for r in steered)
+    placed: Counter[tuple[str, str | None]] = Counter((r.steered.owner, None) for r in steered)
     placed.update((r.steered.owner, r.fields.by) for r in steered if r.fields.by)
     assert broker.dispatcher._controllers._placed == placed

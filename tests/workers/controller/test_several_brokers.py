@@ -91,7 +91,12 @@ def test_a_worker_that_is_asked_for_a_module_reads_the_file_only_to_send_it(
     file.write_bytes(wasm)
     read: list[str] = []
     own = store.own
-    monkeypatch.setattr(store, "own", lambda name: (read.append(name), own(name))[1])
+
+    def own_noted(name: str) -> bytes | None:
+        read.append(name)
+        return own(name)
+
+    monkeypatch.setattr(store, "own", own_noted)
 
     def asked(name: str, send: bool) -> list[list[bytes]]:
         body = msgpack.encode(FetchModule(module=name, send=send))

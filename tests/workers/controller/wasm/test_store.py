@@ -590,9 +590,13 @@ def test_a_tenant_does_not_take_all_places_to_compile(
         return compile_module(wasm, limits)
 
     monkeypatch.setattr(compiled_modules, "compile_module", compile_slowly)
+
+    def load(module: str) -> None:
+        fresh.load(module)
+
     pool = Pool(8)
     try:
-        *of_ann, of_ben = (partial(fresh.load, names[wasm]) for wasm in owners)
+        *of_ann, of_ben = (partial(load, names[wasm]) for wasm in owners)
         pool.submit(of_ann, hands=3, tenant="ann")
         until(lambda: pool.waiting_jobs == 3, BOUND_S, "all modules of ann are waited for")
         pool.submit([of_ben], tenant="ben")
