@@ -8,7 +8,6 @@ from ..protocol.messages import ModelInfoRequest, Msg, module_too_large
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .ends import Ends
-from .quotas import Quotas
 from .request import ROLES, STREAMS, Request, RoutingFields, Steering
 from .session import Session
 from .state import BrokerState
@@ -29,14 +28,13 @@ class Admission:
         state: BrokerState,
         dispatcher: Dispatcher,
         buffers: Buffers,
-        quotas: Quotas,
         ends: Ends,
     ) -> None:
         self._state = state
         self._settings = state.settings
         self._dispatcher = dispatcher
         self._buffers = buffers
-        self._quotas = quotas
+        self._quotas = state.quotas
         self._ends = ends
         self._leaving: TokenbusError | None = None
 

@@ -25,7 +25,6 @@ from .controllers import Controllers
 from .dispatch import Dispatcher
 from .ends import Ends
 from .fences import NO_SESSION, drop, give_up, send_claim
-from .quotas import Quotas
 from .request import STREAMS, Attachment, Request, RoutingFields, Steering
 from .returns import Returns
 from .session import Session
@@ -58,7 +57,6 @@ class Adoption:
         attaches: Attaches,
         ends: Ends,
         controllers: Controllers,
-        quotas: Quotas,
     ) -> None:
         self._state = state
         self._settings = state.settings
@@ -68,7 +66,6 @@ class Adoption:
         self._attaches = attaches
         self._ends = ends
         self._controllers = controllers
-        self._quotas = quotas
         self._ended = False
         self._adopted = 0
         self._due: OrderedDict[int, float] = OrderedDict()
@@ -214,7 +211,7 @@ class Adoption:
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
             fits = len(session.streams) < self._settings.max_streams
-            fits = fits and self._quotas.has_stream(session)
+            fits &= self._state.quotas.has_stream(session)
             return session if begun_before and not known and fits else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None

@@ -29,7 +29,6 @@ from .outgoing import Outgoing, Side
 from .placement import Placement
 from .prefixes import Prefixes
 from .quarantine import Quarantine
-from .quotas import Quotas
 from .relay import RELAYED, Relay
 from .request import ROLES, STREAMS, Request
 from .rollouts import Rollouts
@@ -77,15 +76,15 @@ class Broker:
         self.prefixes = prefixes = Prefixes(settings.route_by_prefix)
         placement = Placement(state, prefixes)
         self.dispatcher = dispatcher = Dispatcher(state, controllers, moves, ends, placement)
-        buffers, quotas = Buffers(state, dispatcher), Quotas(state)
+        buffers = Buffers(state, dispatcher)
         attaches = Attaches(state, ends, moves)
-        self.adoption = adoption = Adoption(state, dispatcher, attaches, ends, controllers, quotas)
-        self._admission = admission = Admission(state, dispatcher, buffers, quotas, ends)
+        self.adoption = adoption = Adoption(state, dispatcher, attaches, ends, controllers)
+        self._admission = admission = Admission(state, dispatcher, buffers, ends)
         self._sessions = sessions = Sessions(state, dispatcher, buffers, adoption, ends)
         drains = Drains(state, placement, controllers)
-        inputs = Inputs(state, controllers, quotas)
+        inputs = Inputs(state, controllers)
         self._rollouts = rollouts = Rollouts(state, placement)
-        statuses, relay = Statuses(state, tools), Relay(state, controllers, quotas, inputs)
+        statuses, relay = Statuses(state, tools), Relay(state, controllers, inputs)
         from_clients = {
             **_client_handlers(admission, adoption, buffers, drains, statuses, inputs),
             b"PAUSE": rollouts.pause,
@@ -94,7 +93,7 @@ class Broker:
             b"WEIGHTS": rollouts.send,
         }
         self._front = Front(state, sessions, dispatcher, ends, from_clients)
-        self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas, rollouts)
+        self._leases = leases = Leases(state, dispatcher, adoption, drains, rollouts)
         from_workers: Mapping[bytes, WorkerHandler] = dict.fromkeys(RELAYED, relay.on_message) | {
             b"HEARTBEAT": leases.on_heartbeat,
             b"UNREGISTER": leases.on_unregister,
@@ -112,7 +111,7 @@ class Broker:
             b"CALL_ANSWER": tools.on_answer,
         }
         self._back = Back(state, leases, dispatcher, ends, from_workers)
-        self._quotas = quotas
+        self._quotas = state.quotas
         self._places_at = self._ticked_at = now
 
     def on_client(

@@ -20,7 +20,6 @@ from ..protocol.worker_messages import Inputs as Arrived
 from ..protocol.worker_messages import Variable, VariableAnswer
 from .controllers import Controllers
 from .outgoing import Outgoing, Side
-from .quotas import Quotas
 from .request import Request
 from .session import Session
 from .state import BrokerState
@@ -54,11 +53,11 @@ class Inputs:
     """Passes the inputs of clients to the state worker, and the worker's answers back to the
     clients."""
 
-    def __init__(self, state: BrokerState, controllers: Controllers, quotas: Quotas) -> None:
+    def __init__(self, state: BrokerState, controllers: Controllers) -> None:
         self._state = state
         self._out = state.out
         self._controllers = controllers
-        self._quotas = quotas
+        self._quotas = state.quotas
         self._passed: dict[int, dict[int, _Passed]] = {}
         """The unanswered inputs, by request and number."""
         self._bytes = Counter[str]()

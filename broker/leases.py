@@ -19,7 +19,6 @@ from .fences import overdue, registered
 from .losses import log_end
 from .outgoing import Outgoing, Side
 from .quarantine import TRIAL_S
-from .quotas import Quotas
 from .rollouts import Rollouts
 from .state import BrokerState
 from .sweep import Sweep
@@ -45,7 +44,6 @@ class Leases:
         dispatcher: Dispatcher,
         adoption: Adoption,
         drains: Drains,
-        quotas: Quotas,
         rollouts: Rollouts,
     ) -> None:
         self._state = state
@@ -54,7 +52,7 @@ class Leases:
         self._dispatcher = dispatcher
         self._adoption = adoption
         self._drains = drains
-        self._quotas = quotas
+        self._quotas = state.quotas
         self._rollouts = rollouts
         self.by_peer: dict[bytes, Worker] = {}
         self._by_name: dict[str, Worker] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -21,8 +22,10 @@ from ..protocol.keys import Allowed
 from ..protocol.tenants import Tenant
 from .request import Request
 from .session import Session
-from .state import BrokerState
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from .state import BrokerState
 
 TOKEN_BYTES = 4
 """Bytes of a token id in a TOKEN body in columns."""

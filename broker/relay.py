@@ -8,7 +8,6 @@ from ..protocol.tenants import Tenant
 from .controllers import Controllers
 from .inputs import Inputs, answers_input
 from .outgoing import Outgoing, Side
-from .quotas import Quotas
 from .state import BrokerState
 from .worker import Worker
 
@@ -34,13 +33,11 @@ RELAYED = frozenset(
 class Relay:
     """Passes messages from one worker to another."""
 
-    def __init__(
-        self, state: BrokerState, controllers: Controllers, quotas: Quotas, inputs: Inputs
-    ) -> None:
+    def __init__(self, state: BrokerState, controllers: Controllers, inputs: Inputs) -> None:
         self._inputs = inputs
         self._state = state
         self._controllers = controllers
-        self._quotas = quotas
+        self._quotas = state.quotas
 
     def on_message(self, worker: Worker, frames: list[bytes]) -> None:
         """Passes a message from one worker to another. In the message's header, the receiver's id

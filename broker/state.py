@@ -15,6 +15,7 @@ from .fair_queue import Queues
 from .keyring import Keyring
 from .outgoing import Outgoings
 from .pools import Pools
+from .quotas import Quotas
 from .recent import Recent
 from .recovery import Recovery
 from .request import Request
@@ -81,6 +82,7 @@ class BrokerState:
         """The weights and the pause of each model whose weights have changed, or that is paused or
         was paused before."""
         self.deadlines = Deadlines()
+        self.quotas = Quotas(self)
         self.tokenizers = Counter[str]()
         """By key: the number of TOKENIZER requests that have not ended."""
         self.closing: TokenbusError | None = None

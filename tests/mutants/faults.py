@@ -196,8 +196,8 @@ FAULTS = (
     Fault(
         "adopted streams do not count towards the quota of streams",
         "adoption.py",
-        "fits = fits and self._quotas.has_stream(session)",
-        "fits = True",
+        "fits &= self._state.quotas.has_stream(session)",
+        "",
     ),
     Fault(
         "a claimed stream does not keep its place at the worker",
