@@ -79,11 +79,22 @@ class EventStream(Response):
         super().init_headers(headers)
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 
-    async def read_first(self) -> None:
-        """Waits for the first event. Raises an error that occurs before it, so that the error can
-        determine the HTTP status. A generator can only close its stream on the bus if it has
-        begun, so a generator that has such a stream must begin here."""
-        self._first = await anext(self._events)
+    @classmethod
+    async def begun(
+        cls,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        form: StreamForm = OPENAI,
+    ) -> EventStream:
+        """An answer whose first event is ready. Raises an error that occurs before this event, so
+        that the error can determine the HTTP status.
+
+        A generator with a stream on the bus must begin here. A generator that has not begun cannot
+        close its stream when the client disconnects.
+        """
+        answer = cls(events, headers, form)
+        answer._first = await anext(events)
+        return answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the generator ends or the client disconnects."""

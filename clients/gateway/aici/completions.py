@@ -157,9 +157,7 @@ async def _complete(request: Request, body: AiciCompletion) -> Response:
         ignored.add("user")
     headers = ignored.headers
     if body.stream:
-        streamed = EventStream(_events(run, answer), headers)
-        await streamed.read_first()
-        return streamed
+        return await EventStream.begun(_events(run, answer), headers)
     for sequence in await run.finished(request):
         answer.choices.append(
             Choice(

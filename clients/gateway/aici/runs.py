@@ -89,9 +89,7 @@ async def run(request: Request) -> Response:
     if body.seed is not None:
         options["seed"] = seed_of(body.seed)
     begun = await Run.begin(request, gateway, prompt_for(model, prompt), options)
-    answer = EventStream(_events(begun, model.name))
-    await answer.read_first()
-    return answer
+    return await EventStream.begun(_events(begun, model.name))
 
 
 async def _events(run: Run, model: str) -> AsyncGenerator[bytes, None]:

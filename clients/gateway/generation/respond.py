@@ -47,6 +47,4 @@ async def _answer(
     if not stream:
         return json_response(await job.whole(), headers=ignored.headers)
     # The answer is made while the worker computes the first token.
-    answer = EventStream(job.events(), ignored.headers, form)
-    await answer.read_first()
-    return answer
+    return await EventStream.begun(job.events(), ignored.headers, form)
