@@ -85,7 +85,7 @@ class Place:
     segment: int
     """The segment of ``Recent`` in which the request began."""
     again: list[tuple[int, int]] | None = None
-    """After an ATTACH, the worker sends some entries again. A pair for each ATTACH has
+    """After an ATTACH, the worker sends some entries again. The list has a pair for each ATTACH:
     the number of the first message after the worker's answer, and the number of the first repeated
     entry. A pair is removed if a later ATTACH repeats all of its entries, so both numbers
     ascend."""

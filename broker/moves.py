@@ -112,12 +112,12 @@ class Moves:
         heapify(largest)
         while recent.total > recent.max_total and largest:
             total, number, logs = largest[0]
-            before, of, stored = logs[0]
+            before, session_id, stored = logs[0]
             self._give_up(stored)
             if stored.oldest is None:
                 heappop(logs)
             else:
-                heapreplace(logs, (-stored.size, of, stored))
+                heapreplace(logs, (-stored.size, session_id, stored))
             if logs:
                 heapreplace(largest, (total - before - stored.size, number, logs))
             else:

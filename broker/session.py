@@ -206,9 +206,9 @@ class SessionTable:
         self._add_key(session)
 
     def of(self, token: str, key: str) -> Session | None:
-        """The session with this token of a client with this key. None if there is no such session,
-        or if the client has not connected yet. Clients with different keys may have sessions with
-        the same token."""
+        """Returns the session that a client with this key has with this token. Returns None if
+        there is no such session, or if its client has not connected yet. Clients with different
+        keys may have sessions with the same token."""
         session = self.by_id.get(session_id(token, key))
         return session if session is not None and session.token == token else None
 

@@ -26,8 +26,8 @@ from .recent import BODIES_AT_ONCE, Recent
 AGAIN_BYTES = 100
 """Bytes that count for each element of ``Place.again``."""
 END_BYTES = 512
-"""Bytes that count for each stored end in addition to its final message. They bound the number of
-the ends of all sessions."""
+"""Bytes that count for each stored end in addition to its final message. An end takes about this
+memory."""
 MAX_ENDS = 16_384
 """Maximum number of stored ends of a session. Above this number, the oldest end is dropped."""
 

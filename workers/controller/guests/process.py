@@ -66,6 +66,7 @@ threads."""
 MAX_WALL_S = 60.0
 """Seconds of wall-clock time after which a call's process is killed."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Errors if this process or the machine has no free descriptor."""
 
 
 class Cause(Enum):

@@ -187,8 +187,8 @@ class Sequence:
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
-    """Number of later arrivals that were admitted before this sequence. Only
-    ``WaitingQueue.remove`` sets this number."""
+    """Number of later arrivals that were admitted before this sequence, when it last left the
+    waiting queue. Only ``WaitingQueue.remove`` sets this number."""
     displaced: bool = False
     """Whether the sequence was preempted for another client, and has not been admitted again."""
     mask: np.ndarray | None = None

@@ -8,8 +8,8 @@ from collections import Counter, OrderedDict, deque
 
 
 class Turns:
-    """Grants up to ``slots`` turns at a time. A turn is the permission to compile one grammar
-    or one module. Thread-safe.
+    """Grants up to ``slots`` turns at a time. A turn is the permission to compile one grammar or
+    one module. Thread-safe.
 
     Waiting tenants get turns in round-robin order. If there are several slots, one tenant may use
     all but one of them. Without this rule, a tenant's hundred expensive grammars would delay the

@@ -8,7 +8,7 @@ import sys
 from tokenbus.workers.controller.__main__ import main
 from tokenbus.workers.controller.guests import process
 
-process.MAX_WALL_S = 500.0  # type: ignore[misc]
+process.MAX_WALL_S = 500.0
 
 if __name__ == "__main__":
     sys.exit(main())
