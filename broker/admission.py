@@ -154,10 +154,10 @@ class Admission:
                 f"stream {request.stream_id} is still running; give each live stream its own id",
                 path="$.stream_id",
             )
-        if len(streams) >= self._settings.max_streams:
+        live = request.session.num_live
+        if live >= self._settings.max_streams:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
-                f"this session has {len(streams)} live streams, which is the maximum; wait "
-                "until one ends",
+                f"this session has {live} live streams, which is the maximum; wait until one ends",
                 retry_after_s=request.session.pace.retry_after_s(now),
             )

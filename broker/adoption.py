@@ -147,6 +147,7 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
+        session.withdrawn.pop(header.request, None)
         # ``adopted_at`` makes START wait for controller workers that have not registered yet. For
         # the request of a claimed session, the field is not set: such a request may come long after
         # this broker's start, and all controller workers have registered by then.
@@ -210,9 +211,7 @@ class Adoption:
             # stream has ended, or continues at another broker.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
-            fits = len(session.streams) < self._settings.max_streams
-            fits &= self._state.quotas.has_stream(session)
-            return session if begun_before and not known and fits else None
+            return session if begun_before and not known else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
         return self._session_of(header)
@@ -278,6 +277,7 @@ class Adoption:
                 # The fence keeps the place of the stream until the worker has reported the stream.
                 worker.fences.add(request.id, session.id, request.stream_id)
             self._dispatcher.withdraw(request)
+            session.withdrawn[request.id] = request.stream_id
         self._claims.add(session.id, peer)
         self._begin_claims(now)
         self._controllers.start_of(session)
@@ -349,7 +349,10 @@ class Adoption:
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
-                self._attaches.refuse(session, self._sessions.by_id.get(session))
+                known = self._sessions.by_id.get(session)
+                if known is not None:
+                    known.withdrawn.clear()
+                self._attaches.refuse(session, known)
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's RELEASED: another broker has claimed requests of this worker. If the

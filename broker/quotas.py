@@ -100,9 +100,9 @@ class Quotas:
         quota = allowed.streams
         if quota is not None:
             sessions = self._sessions.of_key(session.key)
-            live = self._num_live(session.key)
+            live = sum(s.num_live for s in sessions)
             if live >= quota:
-                waits = [s.pace.retry_after_s(now) for s in sessions if s.streams]
+                waits = [s.pace.retry_after_s(now) for s in sessions if s.num_live]
                 raise _used_up("streams", f"{live} streams are live", quota, min(waits))
         self._check_minute("tokens_per_minute", "tokens", self._tokens, session.key, allowed, now)
         if controller:
@@ -110,17 +110,6 @@ class Quotas:
             self._check_minute(
                 "sandbox_ms_per_minute", what, self._sandbox, session.key, allowed, now
             )
-
-    def has_stream(self, session: Session) -> bool:
-        """Whether the tenant of a session may have another stream, which a worker has reported."""
-        allowed = self._keyring.client(session.key)
-        if allowed is None or allowed.streams is None:
-            return True
-        return self._num_live(session.key) < allowed.streams
-
-    def _num_live(self, key: str) -> int:
-        """Number of live streams of all sessions of a key."""
-        return sum(len(session.streams) for session in self._sessions.of_key(key))
 
     def max_priority(self, key: str) -> int | None:
         """The highest priority that a client with this key may use. None if the broker has no keys;

@@ -90,6 +90,9 @@ class Session:
     back and clears the flag."""
     streams: dict[int, Request] = field(default_factory=dict)
     """The session's live streams, by their ``stream_id``."""
+    withdrawn: dict[int, int] = field(default_factory=dict)
+    """The streams that ``Adoption.pick_up`` has removed, by request, until workers have reported
+    them or have answered the claim. They count towards the bounds of live streams."""
     buffers: dict[str, bytes] = field(default_factory=dict)
     buffer_bytes: int = 0
     queued: int = 0
@@ -136,6 +139,11 @@ class Session:
             "ack": self.acks,
         }
         return [name for name, given in optional.items() if given]
+
+    @property
+    def num_live(self) -> int:
+        """Number of the session's streams that are live, or that a worker may still report."""
+        return len(self.streams) + len(self.withdrawn)
 
     @property
     def owner(self) -> int:

@@ -126,8 +126,12 @@ def test_a_client_with_a_stolen_token_does_not_keep_its_owner_out(bench: Bench) 
 
 @pytest.fixture
 def keyed() -> Bench:
+    return with_tenants(max_streams=3)
+
+
+def with_tenants(max_streams: int) -> Bench:
     """A broker with a worker and two tenants. One tenant has a quota of two streams."""
-    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0, max_streams=3)
+    bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0, max_streams=max_streams)
     clients = {"ann": Allowed(public=ANN, streams=2), "ben": Allowed(public=BEN)}
     bench.broker.on_keys(clients, {}, bench.now)
     bench.worker("a", capacity=4)
@@ -160,15 +164,33 @@ def again(bench: Bench, client: str, key: str, streams: Sequence[int]) -> list[i
 def test_a_session_that_is_claimed_again_and_again_stays_within_its_bounds(
     keyed: Bench, key: str, most: int
 ) -> None:
-    """While the worker is asked, the broker does not count the streams of the session."""
-    assert again(keyed, "c1", key, range(1, most + 1)) == list(range(1, most + 1))
-    assert again(keyed, "c2", key, []) == list(range(1, most + 1))
-    assert len(again(keyed, "c3", key, range(11, 11 + most))) == most
+    """While the worker is asked, the streams that the broker has removed count."""
+    first = list(range(1, most + 1))
+    assert again(keyed, "c1", key, first) == first
+    assert again(keyed, "c2", key, []) == first
+    assert again(keyed, "c3", key, range(11, 11 + most)) == first
+    [session] = [each for each in keyed.broker.state.sessions if each.streams]
+    assert not session.withdrawn
 
 
-def test_streams_that_are_claimed_keep_their_places_at_the_worker(keyed: Bench) -> None:
+def test_a_quota_ends_no_stream_that_comes_from_another_broker(keyed: Bench) -> None:
+    """Each broker counts quotas by itself, so the streams of two brokers may exceed the quota."""
+    for stream in (1, 2):
+        keyed.client("here", "GENERATE", generate(stream), ANN)
+    session = session_id(TOKEN, ANN)
+    said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    keyed.client("there", "HELLO", said, ANN)
+    journal(keyed, "a", 3, session=session)
+    claimed(keyed, "a", session=session)
+    assert len(keyed.broker.state.sessions.by_id[session].streams) == 1
+    [(_, error)] = keyed.client("there", "GENERATE", generate(9), ANN)
+    assert error["code"] == "client_limit"
+
+
+def test_streams_that_are_claimed_keep_their_places_at_the_worker() -> None:
     """Otherwise a client could fill the worker far beyond its capacity, and the requests of other
     clients would wait for all its streams."""
+    keyed = with_tenants(max_streams=9)
     again(keyed, "c1", BEN, [1, 2])
     [worker] = keyed.broker.state.workers.values()
     said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}

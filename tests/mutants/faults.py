@@ -190,14 +190,14 @@ FAULTS = (
     Fault(
         "a session that began here adopts a stream again",
         "adoption.py",
-        "return session if begun_before and not known and fits else None",
-        "return session if fits else None",
+        "return session if begun_before and not known else None",
+        "return session",
     ),
     Fault(
-        "adopted streams do not count towards the quota of streams",
-        "adoption.py",
-        "fits &= self._state.quotas.has_stream(session)",
-        "",
+        "withdrawn streams do not count towards the bounds of live streams",
+        "session.py",
+        "return len(self.streams) + len(self.withdrawn)",
+        "return len(self.streams)",
     ),
     Fault(
         "a claimed stream does not keep its place at the worker",
