@@ -279,7 +279,7 @@ def test_forks_without_end_are_refused_by_whoever_makes_them(engine: wasmtime.En
         (b"{}", "not exactly one storage command"),
         (b'{"DropVar":{"name":"a"}}', "unknown field `DropVar`"),
         (b'{"ReadVar":{}}', "missing required field `name`"),
-        (b'{"ReadVar":{"name":"\xff\xfe"}}', "can't decode byte 0xff"),
+        (b'{"ReadVar":{"name":"\xff\xfe"}}', r'{"ReadVar":{"name":"\xff\xfe"}}: '),
         (
             b'{"ReadVar":{"name":"a"},"WriteVar":{"name":"a","value":"","op":"Set"}}',
             "not exactly one",
