@@ -25,6 +25,7 @@ from .controllers import Controllers
 from .dispatch import Dispatcher
 from .ends import Ends
 from .fences import NO_SESSION, drop, give_up, send_claim
+from .reconcile import Known, Progress, Verdict, is_behind, judge
 from .request import STREAMS, Attachment, Request, RoutingFields, Steering
 from .returns import Returns
 from .session import Session
@@ -138,14 +139,19 @@ class Adoption:
             )
         sent, *frames = attached
         fields: RoutingFields = decode_as(RoutingFields, frames[0])
-        if self._has_ended(header, fields.stream_id):
-            return
         count = _num_entries(sent) if body.entries is None else body.entries
-        reached = body.moves - body.claimed, count
-        session = self._session(header, fields.stream_id, reached)
+        copy = Progress(body.moves - body.claimed, count)
+        verdict = judge(copy, body.ended, self._known(header, fields.stream_id))
+        if verdict is Verdict.IGNORE:
+            return
+        session = self._session(header) if verdict is Verdict.ADOPT else None
         if session is None:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
+        other = self._state.requests.get(header.request)
+        if other is not None:
+            self._withdraw(other)
+        self._ends.drop(session, fields.stream_id)
         worker.fences.reported(header.request)
         session.withdrawn.pop(header.request, None)
         # ``adopted_at`` makes START wait for controller workers that have not registered yet. For
@@ -169,7 +175,7 @@ class Adoption:
         )
         self._adopted += 1
         if body.ended:
-            self._attaches.on_adopted_end(request, sent, count)
+            self._attaches.on_adopted_end(request, sent)
             return
         self._dispatcher.adopt(request, worker, sent)
         due = max(self._state.now + self._settings.session_grace_s, self._recovery.until)
@@ -177,47 +183,41 @@ class Adoption:
         self._due.move_to_end(request.id)
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
-    def _has_ended(self, header: Header, stream_id: int) -> bool:
-        """Whether a worker has already reported the end of a request."""
-        session = self._sessions.by_id.get(header.address)
-        return session is not None and session.log.of(header.request, stream_id) is not None
-
-    def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
-        """The session to which an adopted request belongs; None if the request must not be adopted.
-
-        If a worker was cut off and its request has moved, two workers have a copy of the request.
-        The copy that has moved more often is valid. If both copies have moved equally often, the
-        copy with more entries is valid. ``reached``: the number of moves and the number of entries
-        of the reported copy.
-        """
-        if not (self.open() or header.address in self._claims):
-            return None
-        if self._attaches.is_cancelled(header.address, stream_id):
-            return None
+    def _known(self, header: Header, stream_id: int) -> Known:
+        """What this broker knows about a stream that a worker reports."""
         other = self._state.requests.get(header.request)
-        if other is not None:
-            if not _is_unclaimed(other) or other.reached >= reached:
-                return None
-            self._withdraw(other)
+        copy = other.reached if other is not None else None
+        attached = other is not None and not _is_unclaimed(other)
         session = self._sessions.by_id.get(header.address)
-        held = self._attaches.held(session, stream_id) if session is not None else None
-        if held is not None and reached < (held.moves, held.received):
-            # The client has received more entries than this copy has. So another worker has
-            # continued the request.
-            return None
+        over = complete = reused = False
+        client = None
         if session is not None:
-            # If this run of the broker has opened the session, its tables have all live streams of
-            # the session. A worker that reports another stream of the session was cut off. Such a
-            # stream has ended, or continues at another broker.
-            begun_before = session.recovering or not session.token
-            known = stream_id in session.streams or stream_id in session.log.ends
-            return session if begun_before and not known else None
+            complete = bool(session.token) and not session.recovering
+            stream, end = session.streams.get(stream_id), session.log.ends.get(stream_id)
+            reused = stream is not other or (end is not None and end.request != header.request)
+            held = self._attaches.held(session, stream_id)
+            client = Progress(held.moves, held.received) if held is not None else None
+            if end is not None and end.request == header.request:
+                copy, over = end.reached, end.reached is None
+        return Known(
+            awaited=self.open() or header.address in self._claims,
+            cancelled=self._attaches.is_cancelled(header.address, stream_id),
+            other=copy,
+            attached=attached,
+            over=over,
+            client=client,
+            complete=complete,
+            reused=reused,
+        )
+
+    def _session(self, header: Header) -> Session | None:
+        """The session of an adopted request. If its client has not connected yet, makes the
+        session; returns None if the broker has too many sessions."""
+        session = self._sessions.by_id.get(header.address)
+        if session is not None:
+            return session
         if len(self._sessions) >= self._settings.max_sessions:
             return None
-        return self._session_of(header)
-
-    def _session_of(self, header: Header) -> Session:
-        """Makes the session of reported streams whose client has not connected yet."""
         now = self._state.now
         session = Session(
             id=header.address,
@@ -369,16 +369,19 @@ class Adoption:
         """Handles a client's ATTACH; raises RequestError if the stream does not exist."""
         message: Attach = decode_as(Attach, frames[1])
         request = session.streams.get(message.stream_id)
-        known = message.moves, message.received
-        if request is not None and _is_unclaimed(request) and request.reached < known:
+        client = Progress(message.moves, message.received)
+        if (
+            request is not None
+            and _is_unclaimed(request)
+            and is_behind(request.reached, False, client)
+        ):
             # The worker of the stream was cut off, and the request has continued elsewhere.
             self._withdraw(request)
         end = session.log.ends.get(message.stream_id)
         if end is not None:
-            # The client may have entries of another copy, which has continued after this one. A
-            # client that had all entries of this copy would also have its end.
-            is_short = 0 < end.count <= message.received
-            if is_short or end.moves < message.moves:
+            # An end that this broker has routed may precede entries that another broker has routed.
+            moved = end.reached is None and end.moves < client.moves
+            if moved or (end.reached is not None and is_behind(end.reached, True, client)):
                 self._ends.drop(session, message.stream_id)
         self._attaches.on_attach(session, message, hold=self.waits_for(session))
 

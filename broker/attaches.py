@@ -182,10 +182,10 @@ class Attaches:
             request.attachment = Attachment.ATTACHED
             self._moves.answer(request, sent, held.received)
 
-    def on_adopted_end(self, request: Request, sent: bytes, count: int) -> None:
-        """Handles a worker's report of a stream that has ended with ``count`` entries."""
+    def on_adopted_end(self, request: Request, sent: bytes) -> None:
+        """Handles a worker's report of a stream that has ended with the entries ``sent``."""
         session, stream_id = request.session, request.stream_id
-        self._ends.keep(request, sent, count)
+        self._ends.keep(request, sent)
         held = self._take(session, stream_id)
         if held is not None:
             self._ends.attach(session, stream_id, held.received)
@@ -214,17 +214,15 @@ class Attaches:
 
 
 def _from_beginning_if_behind(request: Request, message: Attach) -> Attach:
-    """If the adopted copy of a stream is not the copy from which the client has received entries,
-    returns an ATTACH for all entries of the stream. Otherwise returns ``message``.
+    """If the client has received more entries than the adopted copy has, they were entries of
+    another copy that has moved less often. Then returns an ATTACH for all entries of the stream.
+    Otherwise returns ``message``.
 
     The two copies may order the entries of different sequences differently. So the client must
     receive all entries, and discards for each sequence those that it already has.
     """
-    if request.attachment is not Attachment.UNCLAIMED:
-        return message
-    moves, entries = request.reached
-    is_behind = moves < message.moves or entries < message.received
-    return replace(message, received=0) if is_behind else message
+    is_other = request.attachment is Attachment.UNCLAIMED and request.entries < message.received
+    return replace(message, received=0) if is_other else message
 
 
 def _unknown(stream_id: int) -> RequestError:

@@ -97,15 +97,12 @@ class Ends:
         elif session.peer is not None and not request.awaits_attach:
             session.log.on_sent(end)
 
-    def keep(self, request: Request, sent: bytes, count: int) -> End | None:
-        """Stores the end of a stream that a worker has reported for adoption.
-
-        ``sent`` has the ``count`` entries of the stream, as a body of TOKEN.
-        """
+    def keep(self, request: Request, sent: bytes) -> None:
+        """Stores the end of a stream that a worker has reported for adoption. ``sent``: the entries
+        of the stream, as a body of TOKEN."""
         end = self._keep(request, None, sent)
         if end is not None:
-            end.count = count
-        return end
+            end.reached = request.reached
 
     def _close(self, request: Request, closing: Sequence[bytes]) -> None:
         """Sends the message that ends a request. If the client has to attach first, the message is
@@ -229,6 +226,7 @@ class Ends:
         end = session.log.ends.get(stream_id)
         if end is None or end.position:
             return False
+        end.reached = None
         self.answers.begin(session, end, [received])
         return True
 

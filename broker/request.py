@@ -22,6 +22,7 @@ from ..protocol.messages import (
     controller_of,
 )
 from .lifecycle import OPEN, RequestState
+from .reconcile import Progress
 
 if TYPE_CHECKING:
     from .session import Session
@@ -242,10 +243,15 @@ class Request:
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
 
     @property
-    def reached(self) -> tuple[int, int]:
-        """The number of moves and the number of entries of an adopted request, as its worker has
-        reported them. If there are several copies, the copy with the greatest pair is valid."""
-        return self.moves - self.claimed, self.entries
+    def reached(self) -> Progress:
+        """How far an adopted request had come when its worker reported it."""
+        return Progress(self.moves - self.claimed, self.entries)
+
+    @property
+    def routed(self) -> Progress:
+        """What was routed of a stream that waits for a worker or returns to its former worker, with
+        all its moves."""
+        return Progress(self.moves, self.entries)
 
     @property
     def turn(self) -> int | str:

@@ -14,9 +14,11 @@ import logging
 from ..protocol.bodies import decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError
+from ..protocol.messages import Token
 from ..protocol.worker_messages import Journal, Register
 from .dispatch import Dispatcher
 from .lifecycle import Event, RequestState, transition
+from .reconcile import Verdict, judge_return
 from .request import STREAMS, Attachment, Request
 from .state import BrokerState
 from .worker import UnreadableError, Worker
@@ -66,34 +68,40 @@ class Returns:
 
         Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """
-        if request.state is RequestState.ENDED and (body.gone or body.ended):
-            # The broker has ended the request in the meantime, for example because its client has
-            # left. The worker has ended the request too.
-            self._dispatcher.forget(request)
-        if request.state is not RequestState.RETURNING:
-            return
-        if body.gone:
-            self._dispatcher.move(request, "it has lost the stream")
-            return
-        try:
-            entries: TokenBody = decode_as(TokenBody, sent, "msgpack")
-        except RequestError as error:
-            raise UnreadableError(error.code, error.message) from None
-        if isinstance(entries, TokenColumns):
-            entries = column_entries(entries)
-        if body.moves != request.moves or len(entries) < request.entries:
-            raise UnreadableError(
-                Code.BAD_MESSAGE,
-                f"the JOURNAL of request {request.id} has {len(entries)} entries after "
-                f"{body.moves} moves; {request.entries} entries after {request.moves} moves were "
-                "routed",
-            )
+        returns = request.state is RequestState.RETURNING and not body.gone
+        entries = _entries(sent) if returns else []
+        match judge_return(request.state, request.routed, body, len(entries)):
+            case Verdict.FORGET:
+                self._dispatcher.forget(request)
+            case Verdict.MOVE:
+                self._dispatcher.move(request, "it has lost the stream")
+            case Verdict.CONTINUE:
+                self._continue(request, entries[request.entries :], body.ended)
+            case Verdict.INCONSISTENT:
+                raise UnreadableError(
+                    Code.BAD_MESSAGE,
+                    f"the JOURNAL of request {request.id} has {len(entries)} entries after "
+                    f"{body.moves} moves; {request.entries} entries after {request.moves} moves "
+                    "were routed",
+                )
+
+    def _continue(self, request: Request, new: list[Token], ended: bool) -> None:
+        """Continues a request at its former worker. ``new``: the entries that were not routed.
+        ``ended``: whether they include the end of the stream."""
         transition(self._state, request, Event.REPORT)
-        new = entries[request.entries :]
         if new:
             session = request.session
             routed = encode_body(new, session.encoding)
             self._state.out.tokens(session, routed)
             session.log.append(routed)
-        if body.ended:
+        if ended:
             self._dispatcher.on_finished(request)
+
+
+def _entries(sent: bytes) -> list[Token]:
+    """The entries of a TOKEN body; raises UnreadableError if the body is malformed."""
+    try:
+        body: TokenBody = decode_as(TokenBody, sent, "msgpack")
+    except RequestError as error:
+        raise UnreadableError(error.code, error.message) from None
+    return column_entries(body) if isinstance(body, TokenColumns) else body

@@ -22,6 +22,7 @@ from ..protocol.messages import Token
 from . import chunks
 from .chunks import MSGPACK, Chunk, Place, Routed, chunk_encoding, divided
 from .recent import BODIES_AT_ONCE, Recent
+from .reconcile import Progress
 
 AGAIN_BYTES = 100
 """Bytes that count for each element of ``Place.again``."""
@@ -45,9 +46,9 @@ class End:
     stored: bool
     """Whether the request is a stream, and the log has all of its entries. If so, the broker
     answers an ATTACH with a MSG, the entries and the end."""
-    count: int = 0
-    """Number of the stream's entries if the end comes from a worker's report for adoption;
-    otherwise 0."""
+    reached: Progress | None = None
+    """How far the stream has come if the end comes from a worker's report for adoption, and no
+    client has attached to the stream since; otherwise None."""
     since: float = 0.0
     """The time at which the end was stored or the session was last resumed, in seconds."""
     position: int = 0

@@ -171,27 +171,33 @@ FAULTS = (
     # --- which worker has a stream ----------------------------------------------------------------
     Fault(
         "the worker with fewer entries is right",
-        "adoption.py",
-        "or other.reached >= reached:",
-        "or other.reached <= reached:",
+        "reconcile.py",
+        "and copy <= known.other:",
+        "and copy >= known.other:",
     ),
     Fault(
         "a report that is behind the client is adopted",
+        "reconcile.py",
+        "    return copy < client or ",
+        "    return ",
+    ),
+    Fault(
+        "a stale end is right because the stream has ended",
         "adoption.py",
-        "if held is not None and reached < (held.moves, held.received):",
-        "if held is not None and reached < (0, 0):",
+        "                copy, over = end.reached, end.reached is None\n",
+        "                copy, over = end.reached, True\n",
     ),
     Fault(
         "a stream that is behind its client is attached",
         "adoption.py",
-        "_is_unclaimed(request) and request.reached < known:",
-        "_is_unclaimed(request) and request.reached < (0, 0):",
+        "            and is_behind(request.reached, False, client)\n",
+        "            and is_behind(request.reached, False, Progress(0, 0))\n",
     ),
     Fault(
         "a session that began here adopts a stream again",
         "adoption.py",
-        "return session if begun_before and not known else None",
-        "return session",
+        "complete = bool(session.token) and not session.recovering",
+        "complete = False",
     ),
     Fault(
         "withdrawn streams do not count towards the bounds of live streams",
@@ -208,8 +214,8 @@ FAULTS = (
     Fault(
         "a cancelled stream is adopted",
         "adoption.py",
-        "        if self._attaches.is_cancelled(header.address, stream_id):",
-        "        if self is None:",
+        "cancelled=self._attaches.is_cancelled(header.address, stream_id),",
+        "cancelled=False,",
     ),
     Fault(
         "a worker keeps a stream that continues at another broker",
@@ -226,14 +232,14 @@ FAULTS = (
     Fault(
         "the entries of a return are sent from the first one",
         "returns.py",
-        "new = entries[request.entries :]",
-        "new = entries",
+        "self._continue(request, entries[request.entries :], body.ended)",
+        "self._continue(request, entries, body.ended)",
     ),
     Fault(
         "a stream that its worker has lost stays there",
         "returns.py",
-        '            self._dispatcher.move(request, "it has lost the stream")\n',
-        "",
+        '                self._dispatcher.move(request, "it has lost the stream")\n',
+        "                pass\n",
     ),
     Fault(
         "entries of a withdrawn stream reach its client",
