@@ -184,7 +184,7 @@ class Adoption:
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
     def _known(self, header: Header, stream_id: int) -> Known:
-        """What this broker knows about a stream that a worker reports."""
+        """Collects the knowledge of this broker about a stream that a worker reports."""
         other = self._state.requests.get(header.request)
         copy = other.reached if other is not None else None
         attached = other is not None and not _is_unclaimed(other)

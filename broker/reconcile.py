@@ -1,9 +1,8 @@
 """Decides which worker's copy of a stream is right.
 
-Workers may have several copies of one stream: a worker is cut off and the stream moves to another
-worker; the broker's or the worker's process is paused; the client goes to another broker, which
-claims the stream; the broker is restarted. In all these cases, a worker reports its copy in a
-JOURNAL, and the same rule applies:
+Several workers may have a copy of one stream. For example, a worker is cut off and the stream moves
+to another worker. Or a process is paused, a broker is restarted, or a client goes to another
+broker. In all these cases, a worker reports its copy in a JOURNAL, and the same rule applies:
 
 - The copy with the greatest ``Progress`` is right. The others are dropped (``fences.py``).
 - A copy that is behind its client is not right.
@@ -23,7 +22,7 @@ from .lifecycle import RequestState
 
 
 class Progress(NamedTuple):
-    """How far a copy of a stream has come, or what a client has received of the stream.
+    """How far a copy of a stream has come, or how much of the stream a client has received.
 
     Moves come first: two copies may order the entries of different sequences differently, so the
     copy that has moved more often is right even if it has fewer entries.
@@ -36,7 +35,7 @@ class Progress(NamedTuple):
 
 
 class Verdict(Enum):
-    """What the broker does about a copy that a worker has reported."""
+    """The decision about a copy that a worker has reported."""
 
     CONTINUE = "continue"
     """The request returns to the worker. The client receives the entries that were not routed."""
@@ -57,8 +56,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the broker knows about a stream when a worker reports a copy of it, and the broker does
-    not have the stream at this worker."""
+    """The knowledge of the broker about a stream of which a worker reports a copy. According to the
+    broker, this worker does not have the stream."""
 
     awaited: bool
     """Whether workers may still report streams of the session."""
@@ -71,7 +70,8 @@ class Known:
     over: bool
     """Whether this broker has routed, or begun to route, the end of the stream to its client."""
     client: Progress | None
-    """What the client has received, as its held ATTACH says; None without such an ATTACH."""
+    """The entries that the client has received, as its held ATTACH says; None without such an
+    ATTACH."""
     complete: bool
     """Whether this run of the broker has opened the session. Its tables then have all live streams
     of the session."""
@@ -98,7 +98,7 @@ def judge(copy: Progress, ended: bool, known: Known) -> Verdict:
 
 def judge_return(state: RequestState, routed: Progress, copy: Journal, entries: int) -> Verdict:
     """Decides about a copy at the worker that has the request. ``state``: the state of the request.
-    ``routed``: what was routed of the stream, with all its moves. ``entries``: the number of
+    ``routed``: the entries that were routed, and all moves. ``entries``: the number of
     entries of the copy."""
     if state is RequestState.ENDED and (copy.gone or copy.ended):
         return Verdict.FORGET

@@ -249,8 +249,8 @@ class Request:
 
     @property
     def routed(self) -> Progress:
-        """What was routed of a stream that waits for a worker or returns to its former worker, with
-        all its moves."""
+        """The entries that were routed of a stream that waits for a worker or returns to its former
+        worker, and all its moves."""
         return Progress(self.moves, self.entries)
 
     @property
