@@ -61,10 +61,9 @@ class Admission:
         if self._leaving is not None and not session.recovers:
             raise self._leaving
         buffers = self._buffers.named(session, fields.buffers) if message_type in STREAMS else []
-        if message_type == b"UPLOAD":
-            too_large = module_too_large(sum(map(len, frames[2:])))
-            if too_large is not None:
-                raise too_large
+        size = sum(map(len, frames[2:]))
+        if message_type == b"UPLOAD" and (too_large := module_too_large(size)) is not None:
+            raise too_large
         controller = fields.steered_by(message_type)
         is_stored = ROLES[message_type] == "controller"
         tenant = [self._quotas.tenant(session.key).encode()] if is_stored else []

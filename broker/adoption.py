@@ -26,7 +26,7 @@ from .dispatch import Dispatcher
 from .ends import Ends
 from .fences import NO_SESSION, drop, give_up, send_claim
 from .reconcile import Known, Progress, Verdict, is_behind, judge
-from .request import STREAMS, Attachment, Request, RoutingFields, Steering
+from .request import STREAMS, Request, RoutingFields, Steering, Unclaimed
 from .returns import Returns
 from .session import Session
 from .state import BrokerState
@@ -91,7 +91,7 @@ class Adoption:
         that the worker must drop, and the requests whose journals the worker must send. The second
         list includes the requests that return to this worker (``returns.py``)."""
         returned = self._returns.reported(worker, message)
-        live = [reported.request for reported in message.live]
+        live = [each.request for each in message.live]
         if live:
             self._recovery.follow()
         known = self._state.requests
@@ -104,12 +104,14 @@ class Adoption:
             return [], []
         wanted = returned
         if worker.role == "gpu" and self.open():
-            wanted = returned + [r for r in live if r not in known or _is_unclaimed(known[r])]
-            for request in filter(None, map(known.get, wanted[len(returned) :])):
+            adopted = [r for r in live if r not in known or known[r].reported is not None]
+            wanted = returned + adopted
+            for request in filter(None, map(known.get, adopted)):
                 # Before the JOURNAL arrives, the request may move to another worker or be sent to
                 # this one again. In both cases, the fence discards entries of the reported attempt.
                 worker.fences.add(request.id, request.session.id, request.stream_id)
-        return [request for request in live if request not in wanted], wanted
+        kept = set(wanted)
+        return [request for request in live if request not in kept], wanted
 
     def _may_adopt(self) -> bool:
         """Whether an unknown request may still be adopted."""
@@ -154,25 +156,8 @@ class Adoption:
         self._ends.drop(session, fields.stream_id)
         worker.fences.reported(header.request)
         session.withdrawn.pop(header.request, None)
-        # ``adopted_at`` makes START wait for controller workers that have not registered yet. For
-        # the request of a claimed session, the field is not set: such a request may come long after
-        # this broker's start, and all controller workers have registered by then.
-        adopted_at = None if header.address in self._claims else self._state.now
-        arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
-        request = Request(
-            id=header.request,
-            session=session,
-            type=body.type.encode(),
-            fields=fields,
-            frames=frames,
-            arrived=arrived,
-            deadline=None if fields.timeout_s is None else arrived + fields.timeout_s,
-            steering=Steering(name, adopted_at=adopted_at) if name else None,
-            attachment=Attachment.UNCLAIMED,
-            entries=count,
-            moves=body.moves,
-            claimed=body.claimed,
-        )
+        request = self._request(header, session, body, fields, count)
+        request.frames = frames
         self._adopted += 1
         if body.ended:
             self._attaches.on_adopted_end(request, sent)
@@ -183,11 +168,34 @@ class Adoption:
         self._due.move_to_end(request.id)
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
+    def _request(
+        self, header: Header, session: Session, body: Journal, fields: RoutingFields, entries: int
+    ) -> Request:
+        """Makes the request that a JOURNAL describes, without its frames."""
+        # ``adopted_at`` makes START wait for controller workers that have not registered yet. For
+        # the request of a claimed session, the field is not set: such a request may come long after
+        # this broker's start, and all controller workers have registered by then.
+        adopted_at = None if header.address in self._claims else self._state.now
+        arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
+        return Request(
+            id=header.request,
+            session=session,
+            type=body.type.encode(),
+            fields=fields,
+            frames=[],
+            arrived=arrived,
+            deadline=None if fields.timeout_s is None else arrived + fields.timeout_s,
+            steering=Steering(name, adopted_at=adopted_at) if name else None,
+            attachment=Unclaimed(body.claimed),
+            entries=entries,
+            moves=body.moves,
+        )
+
     def _known(self, header: Header, stream_id: int) -> Known:
         """Collects the knowledge of this broker about a stream that a worker reports."""
         other = self._state.requests.get(header.request)
-        copy = other.reached if other is not None else None
-        attached = other is not None and not _is_unclaimed(other)
+        copy = other.reported if other is not None else None
+        attached = other is not None and copy is None
         session = self._sessions.by_id.get(header.address)
         over = complete = reused = False
         client = None
@@ -370,11 +378,8 @@ class Adoption:
         message: Attach = decode_as(Attach, frames[1])
         request = session.streams.get(message.stream_id)
         client = Progress(message.moves, message.received)
-        if (
-            request is not None
-            and _is_unclaimed(request)
-            and is_behind(request.reached, False, client)
-        ):
+        reported = request.reported if request is not None else None
+        if request is not None and reported is not None and is_behind(reported, False, client):
             # The worker of the stream was cut off, and the request has continued elsewhere.
             self._withdraw(request)
         end = session.log.ends.get(message.stream_id)
@@ -434,12 +439,8 @@ class Adoption:
                 return
             del self._due[number]
             request = self._state.requests.get(number)
-            if request is not None and _is_unclaimed(request):
+            if request is not None and request.reported is not None:
                 self._dispatcher.abandon(request)
-
-
-def _is_unclaimed(request: Request) -> bool:
-    return request.attachment is Attachment.UNCLAIMED
 
 
 def _num_entries(sent: bytes) -> int:

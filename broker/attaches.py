@@ -221,7 +221,7 @@ def _from_beginning_if_behind(request: Request, message: Attach) -> Attach:
     The two copies may order the entries of different sequences differently. So the client must
     receive all entries, and discards for each sequence those that it already has.
     """
-    is_other = request.attachment is Attachment.UNCLAIMED and request.entries < message.received
+    is_other = request.reported is not None and request.entries < message.received
     return replace(message, received=0) if is_other else message
 
 

@@ -99,16 +99,11 @@ class Back:
         try:
             head = frames[1]
             if worker.manifest[0] != head:
-                manifest = decode_manifest(head)
-                found = list(map(self._sessions.by_id.get, manifest.sessions))
-                worker.manifest = (head, manifest, found)
+                self._read_manifest(worker, head)
             _, (sessions, finished, deltas), found = worker.manifest
-            if len(frames) != 2 + len(sessions) + len(deltas):
-                raise RequestError(
-                    Code.BAD_MESSAGE,
-                    f"a TOKEN has {len(frames)} frames; expected {2 + len(sessions) + len(deltas)}"
-                    ", as its manifest says",
-                )
+            expected = 2 + len(sessions) + len(deltas)
+            if len(frames) != expected:
+                raise _wrong_number(len(frames), expected)
             if worker.fences:
                 frames = worker.fences.without_fenced(frames, sessions)
                 received = pack(frames)
@@ -132,6 +127,12 @@ class Back:
         self._counters.token_bodies += len(sessions)
         if finished:
             self._on_finished(worker, finished, frames)
+
+    def _read_manifest(self, worker: Worker, head: bytes) -> None:
+        """Decodes the manifest of a TOKEN, and finds its sessions."""
+        manifest = decode_manifest(head)
+        found = list(map(self._sessions.by_id.get, manifest.sessions))
+        worker.manifest = (head, manifest, found)
 
     def _on_finished(self, worker: Worker, finished: Iterable[int], frames: list[bytes]) -> None:
         """Ends the requests that the manifest of a TOKEN names as ended."""
@@ -224,3 +225,10 @@ class _Attached(Struct):
 
     attached: int | None = None
     """``Msg.attached``."""
+
+
+def _wrong_number(frames: int, expected: int) -> RequestError:
+    return RequestError(
+        Code.BAD_MESSAGE,
+        f"a TOKEN has {frames} frames; expected {expected}, as its manifest says",
+    )

@@ -158,20 +158,7 @@ class Connections:
         The new connection is shut if its peer chose the id of another connection, or if its key has
         too many connections. The message is then dropped, and the result is None.
         """
-        self.look()
-        connection = self.by_fd.get(fd)
-        if connection is not None and connection.user and connection.user != user:
-            if connection.is_newer_than(user):
-                connection = None
-            else:
-                # The previous connection on this descriptor has closed, but its first message was
-                # read late. So its ``User-Id`` was assigned to the present connection.
-                self._forget(connection)
-                self._end(connection)
-                connection = self.by_fd[fd] = Connection(fd, connection.inode)
-        if connection is None:
-            connection = Connection(fd, 0)
-            self._end(connection)
+        connection = self._of(user, fd)
         connection.user, connection.key = user, key_of(user)
         self._silent.pop(connection, None)
         owner = self.by_peer.get(peer)
@@ -191,6 +178,24 @@ class Connections:
             self._of_key[connection.key] += 1
         connection.peer = peer
         self.by_peer[peer] = connection
+        return connection
+
+    def _of(self, user: str, fd: int) -> Connection:
+        """The connection of a message with this ``User-Id``, which arrived at this descriptor."""
+        self.look()
+        connection = self.by_fd.get(fd)
+        if connection is not None and connection.user and connection.user != user:
+            if connection.is_newer_than(user):
+                connection = None
+            else:
+                # The previous connection on this descriptor has closed, but its first message was
+                # read late. So its ``User-Id`` was assigned to the present connection.
+                self._forget(connection)
+                self._end(connection)
+                connection = self.by_fd[fd] = Connection(fd, connection.inode)
+        if connection is None:
+            connection = Connection(fd, 0)
+            self._end(connection)
         return connection
 
     def count(self, connection: Connection, frames: list[bytes]) -> None:

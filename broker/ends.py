@@ -102,7 +102,7 @@ class Ends:
         of the stream, as a body of TOKEN."""
         end = self._keep(request, None, sent)
         if end is not None:
-            end.reached = request.reached
+            end.reached = request.reported
 
     def _close(self, request: Request, closing: Sequence[bytes]) -> None:
         """Sends the message that ends a request. If the client has to attach first, the message is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -133,8 +133,13 @@ class Attachment(Enum):
     RESUMED = "resumed"
     """The client has resumed the session on another connection, and has not attached to the stream
     yet."""
-    UNCLAIMED = "unclaimed"
+
+
+class Unclaimed(NamedTuple):
     """The stream was adopted, and its client has not attached to it yet."""
+
+    claimed: int
+    """The part of ``Request.moves`` that this broker's CLAIM has added (``Journal.claimed``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +164,7 @@ class Request:
     yet, or if sending failed because the worker's connection had closed."""
     steering: Steering | None = None
     """The controller of the request; None without a controller."""
-    attachment: Attachment = Attachment.ATTACHED
+    attachment: Attachment | Unclaimed = Attachment.ATTACHED
     attaching: list[int] = field(default_factory=list)
     """``Attach.received`` of each ATTACH that the request's worker has not answered."""
     interruption: Interruption | None = None
@@ -171,8 +176,6 @@ class Request:
     """Number of entries that had been routed when the request was sent to its present worker."""
     moves: int = 0
     """How often the request has moved to another worker, in this and earlier runs of the broker."""
-    claimed: int = 0
-    """The part of ``moves`` that this broker's CLAIM has added (``Journal.claimed``)."""
     deaths: int = 0
     """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
@@ -243,9 +246,12 @@ class Request:
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
 
     @property
-    def reached(self) -> Progress:
-        """How far an adopted request had come when its worker reported it."""
-        return Progress(self.moves - self.claimed, self.entries)
+    def reported(self) -> Progress | None:
+        """How far the stream has come since its worker reported it. None if the stream was not
+        adopted, or if its client has attached to it."""
+        if not isinstance(self.attachment, Unclaimed):
+            return None
+        return Progress(self.moves - self.attachment.claimed, self.entries)
 
     @property
     def routed(self) -> Progress:

@@ -19,7 +19,7 @@ from ..protocol.worker_messages import Journal, Register
 from .dispatch import Dispatcher
 from .lifecycle import Event, RequestState, transition
 from .reconcile import Verdict, judge_return
-from .request import STREAMS, Attachment, Request
+from .request import STREAMS, Request
 from .state import BrokerState
 from .worker import UnreadableError, Worker
 
@@ -43,11 +43,7 @@ class Returns:
         for live in message.live:
             request = self._state.waiting.get(live.request)
             interruption = request.interruption if request is not None else None
-            if (
-                request is None
-                or interruption is None
-                or request.attachment is Attachment.UNCLAIMED
-            ):
+            if request is None or interruption is None or request.reported is not None:
                 continue
             had_it = (interruption.left, interruption.process) == (worker.name, worker.process)
             if request.type in STREAMS and had_it:

@@ -190,8 +190,8 @@ FAULTS = (
     Fault(
         "a stream that is behind its client is attached",
         "adoption.py",
-        "            and is_behind(request.reached, False, client)\n",
-        "            and is_behind(request.reached, False, Progress(0, 0))\n",
+        "reported is not None and is_behind(reported, False, client):\n",
+        "reported is not None and is_behind(reported, False, Progress(0, 0)):\n",
     ),
     Fault(
         "a session that began here adopts a stream again",
