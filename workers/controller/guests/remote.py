@@ -45,6 +45,7 @@ from .messages import (
     ToGuest,
     Told,
     decode_text,
+    unpacked,
 )
 from .process import Cause, GuestDied, GuestProcess
 from .recording import Begun, Call, Recording, addressed, repetitions
@@ -256,9 +257,10 @@ class RemoteController:
             raise ControllerError(Code.CONTROLLER_FAILED, "only a script asks about constraints")
         try:
             text = decode_text(asked.value)
-        except msgspec.MsgspecError as error:
+            tokens = unpacked(text.tokens)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise ControllerError(Code.CONTROLLER_FAILED, f"next_tokens: {error}") from None
-        mask, may_end, ends = questions.next_tokens(asked.name, text.argument, text.tokens)
+        mask, may_end, ends = questions.next_tokens(asked.name, text.argument, tokens)
         return Told(may_end, int(ends), mask)
 
     def _begin_call(self, tool: str, arguments: bytes) -> str:
