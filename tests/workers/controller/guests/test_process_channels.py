@@ -15,7 +15,12 @@ from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
 from tokenbus.workers.controller.guests.channel import SHARED_BYTES, ChannelFiles
-from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied, GuestProcess
+from tokenbus.workers.controller.guests.process import (
+    MAX_CHANNELS,
+    ChannelShares,
+    GuestDied,
+    GuestProcess,
+)
 from tokenbus.workers.controller.pool import Pool
 
 from ....processes import until
@@ -154,6 +159,37 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
         assert waiting.wait(60)
     sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def test_tenants_share_the_descriptors_of_channels(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels keep their descriptors until their process ends. The calls of a few tenants could
+    take all descriptors of the worker, and other tenants could not start a program."""
+    monkeypatch.setattr(runtime.table, "_channels", ChannelShares(9))
+    sequence = Sequence(runtime.program(CALM, "many calls", "shared"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    ended = threading.Event()
+
+    def take_all() -> None:
+        with contextlib.suppress(GuestDied):
+            take(process, 6)
+        ended.set()
+
+    threading.Thread(target=take_all, daemon=True).start()
+    until(lambda: len(process._channels) == 5, 60, "the tenant has its share")
+    others = [Sequence(runtime.program(CALM, f"other {n}", "shared")) for n in range(6)]
+    for other in others:
+        other.round()
+        other.controller.close()
+    assert len(process._channels) == 5
+    assert not ended.is_set()
+    process.kill("the test ends it")
+    assert ended.wait(60)
+    sequence.controller.close()
+    for pid in runtime.table.pids():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: runtime.table._channels._shares.total == 0, 60, "all channels are given back")
 
 
 def _fill(sequences: list[Sequence], runtime: Runtime, memory: GuestMemory, count: int) -> None:
