@@ -31,7 +31,7 @@ from ..pool import freeing_slot, waiting
 from ..priority import Priority
 from ..variable_calls import VariablesMark
 from . import messages
-from .channel import MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
+from .channel import AREA_BYTES, MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
 from .launcher import Spawned
 from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 
@@ -276,7 +276,7 @@ class GuestProcess:
         questions = int(min(MAX_QUESTIONS, MIN_QUESTIONS + limit_s / QUESTION_S))
         running = self._running[channel] = _Running(limit_s, items)
         try:
-            channel.send(messages.encode(request))
+            _send(channel, messages.encode(request))
             for _ in range(1 + questions * items):
                 answer = self._receive(channel)
                 if isinstance(answer, Done):
@@ -284,7 +284,7 @@ class GuestProcess:
                     return answer
                 with self._paused(running):
                     told = messages.encode(self._told(answer))
-                channel.send(told)
+                _send(channel, told)
             raise ChannelClosed(f"more than {questions} questions in a call")
         except ChannelClosed as error:
             if not self.dead:
@@ -563,6 +563,16 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return int(found[1]) if found is not None else 0
+
+
+def _send(channel: Channel, message: bytes) -> None:
+    """Sends a message to the process. The slot of the thread pool is free while the process reads
+    the parts of a long message."""
+    if len(message) <= AREA_BYTES:
+        channel.send(message)
+        return
+    with freeing_slot():
+        channel.send(message)
 
 
 def _num_threads(pid: int) -> int:

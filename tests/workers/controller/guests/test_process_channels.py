@@ -14,7 +14,8 @@ import pytest
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
-from tokenbus.workers.controller.guests.channel import SHARED_BYTES, ChannelFiles
+from tokenbus.workers.controller.guests.channel import AREA_BYTES, SHARED_BYTES, ChannelFiles
+from tokenbus.workers.controller.guests.messages import Prompt
 from tokenbus.workers.controller.guests.process import (
     MAX_CHANNELS,
     ChannelShares,
@@ -159,6 +160,31 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
         assert waiting.wait(60)
     sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def test_a_long_message_that_a_process_does_not_read_occupies_no_slot(runtime: Runtime) -> None:
+    """Two tenants whose processes did not read long messages could occupy all slots for a
+    minute."""
+    sequence = Sequence(runtime.program(CALM, "does not read"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    stop(sequence)
+    pool = Pool(1)
+    request = Prompt(1, [1 << 20] * AREA_BYTES)
+
+    def send() -> None:
+        with pytest.raises(GuestDied), process.channel() as channel:
+            process.request(channel, request, 1.0)
+
+    pool.submit([send])
+    other = threading.Event()
+    until(lambda: bool(process._running), 60, "the message is sent")
+    pool.submit([other.set])
+    try:
+        assert other.wait(10)
+    finally:
+        process.kill("the test ends it")
+    until(lambda: not pool.busy, 60, "the request ends")
+    pool.close()
 
 
 def test_tenants_share_the_descriptors_of_channels(
