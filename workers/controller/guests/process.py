@@ -205,6 +205,8 @@ class GuestProcess:
         self._granted = 0
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
+        self.loading = threading.Lock()
+        """This lock is held while a module is loaded into the process."""
         self._counted: set[str] = set()
         """The modules whose bytes count towards the memory of the tenant."""
         self.controllers: dict[int, Guest] = {}

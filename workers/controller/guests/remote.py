@@ -21,6 +21,7 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
 from ..interface import AGAIN, Answer, Batch
 from ..limits import Limits
+from ..pool import freeing_slot
 from ..replays import replayed_limits
 from ..tool_calls import NO_TOOLS, SequenceTools
 from ..variable_calls import SequenceVariables, VariablesMark
@@ -427,13 +428,18 @@ class RemoteController:
         module, load = self._place.module, self._place.load
         if load is None or module in process.modules:
             return
-        loaded = load()
-        code = bytes(loaded.module.serialize())
-        process.count_module(module, len(code))
-        request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
-        with process.channel() as channel:
-            process.request(channel, request, LOAD_S)
-        process.modules.add(module)
+        # A compiled module may have 256 MiB, so calls that need the same module at the same time
+        # wait until the first of them has loaded it.
+        with freeing_slot(), process.loading:
+            if module in process.modules:
+                return
+            loaded = load()
+            code = bytes(loaded.module.serialize())
+            process.count_module(module, len(code))
+            request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
+            with process.channel() as channel:
+                process.request(channel, request, LOAD_S)
+            process.modules.add(module)
 
     def _seat(self, process: GuestProcess, handle: int) -> None:
         self._process, self._handle = process, handle

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import wasmtime
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
@@ -23,8 +24,11 @@ from tokenbus.workers.controller.guests.process import (
     GuestProcess,
 )
 from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 
 from ....processes import until
+from ..played import engine
+from ..wasm.guests import compile_guest
 from .remote_guests import CALM, Runtime, Sequence, running, stop
 
 pytestmark = pytest.mark.process
@@ -185,6 +189,24 @@ def test_a_long_message_that_a_process_does_not_read_occupies_no_slot(runtime: R
         process.kill("the test ends it")
     until(lambda: not pool.busy, 60, "the request ends")
     pool.close()
+
+
+def test_calls_that_need_the_same_module_load_it_once(runtime: Runtime) -> None:
+    """Each call serialized the module, which may have 256 MiB, and sent it to the process."""
+    compiled = wasmtime.Module(engine, compile_guest(CALM, "-Wno-unused-parameter"))
+    loads: list[int] = []
+    both = threading.Event()
+
+    def load() -> Loaded:
+        loads.append(1)
+        both.wait(1)
+        return Loaded("native", compiled)
+
+    programs = [runtime.runtime.program("loads once", "module", load) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for each in pool.map(Sequence, programs):
+            each.controller.close()
+    assert len(loads) == 1
 
 
 def test_tenants_share_the_descriptors_of_channels(
