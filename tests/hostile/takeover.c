@@ -156,7 +156,7 @@ static void no_answers(void) { at = 0, byte(0x93), text("done"), byte(0x90), end
 static void bias_shared(void) {
     begin_done();
     byte(0x93), byte(0xc0), byte(0xc0);
-    byte(0x97), byte(1), byte(0), byte(0x90), byte(0xc3), big(0xce, 0x7fffffff, 4);
+    byte(0x97), byte(1), byte(0), byte(0xc4), byte(0), byte(0xc3), big(0xce, 0x7fffffff, 4);
     big(0xc6, 0, 4), big(0xce, 0x7fffffff, 4);
     end_done();
 }

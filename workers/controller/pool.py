@@ -55,7 +55,7 @@ class Pool:
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
-        self._jobs = FairJobs(slots)
+        self._jobs = FairJobs(slots, max_waiting)
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -125,7 +125,8 @@ class Pool:
         assert taken is not None, "the thread of a pool waits without a job"
         tenant = taken.turn.tenant
         with self._lock:
-            self._check_waiting(tenant)
+            if not taken.may_wait:
+                self._check_waiting(tenant)
             self._waits[tenant] += 1
             self._waiting += 1
             self._jobs.pause(taken)

@@ -15,7 +15,7 @@ from tokenbus.protocol.errors import UnavailableError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import pool as pools
 from tokenbus.workers.controller.fair_jobs import Job
-from tokenbus.workers.controller.pool import Pool, waiting
+from tokenbus.workers.controller.pool import Pool, freeing_slot, waiting
 from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import until
@@ -133,6 +133,40 @@ def test_a_tenant_whose_jobs_wait_leaves_places_to_wait_to_others() -> None:
     end.set()
     until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert len(refused) == 2
+
+
+@pytest.mark.parametrize("tenants", [("eve",), ("eve", "mallory"), ("eve", "mallory", "oscar")])
+def test_jobs_that_keep_their_slots_leave_a_slot_to_another_tenant(
+    tenants: tuple[str, ...],
+) -> None:
+    """Jobs keep their slots while they wait if their tenants have no further places to wait. Two
+    tenants whose guests did not answer could occupy all slots for a minute."""
+    pool = Pool(4, max_waiting=12)
+    over, quick, ends = (threading.Event() for _ in range(3))
+
+    def waits() -> None:
+        with freeing_slot():
+            happens(over, "the test is over")
+
+    def tick() -> None:
+        while not ends.wait(0.001):
+            pool.help()
+
+    threading.Thread(target=tick, daemon=True).start()
+    for tenant in tenants:
+        pool.submit([waits] * 30, 4, tenant)
+
+    def all_begun() -> bool:
+        return pool._active == 4 or (pool.waiting_jobs >= 6 and not pool._jobs.ready)
+
+    until(all_begun, BOUND_S, "no further job may begin")
+    pool.submit([quick.set], tenant="ann")
+    begun = quick.wait(10)
+    over.set()
+    until(lambda: not pool.busy, BOUND_S, "all jobs end")
+    ends.set()
+    pool.close()
+    assert begun
 
 
 def test_jobs_whose_wait_is_over_leave_a_slot_to_another_tenant() -> None:

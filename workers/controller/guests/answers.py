@@ -12,7 +12,7 @@ from ..biases import Bias
 from ..interface import CONTINUE, STOP, Action, Answer
 from ..queries import checked_override, checked_query
 from ..scoring import checked_texts
-from .messages import Outcome
+from .messages import Outcome, unpacked
 
 
 def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
@@ -23,21 +23,23 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
         yield CONTINUE if outcome.post == Action.CONTINUE else STOP
     if outcome.pre is not None:
         pre = outcome.pre
-        yield Answer(Action(pre.action), pre.count, tokens=pre.tokens)
+        yield Answer(Action(pre.action), pre.count, tokens=unpacked(pre.tokens))
     if outcome.mid is not None:
         mid = outcome.mid
         yield Answer(
             Action(mid.action),
             1,
             mid.backtrack,
-            mid.tokens,
+            unpacked(mid.tokens),
             mid.masked,
             None if mid.pairs is None else _bias(mid.pairs, mid.bias, size),
             None if mid.query is None else checked_query(mid.query, size),
             None if mid.override is None else checked_override(mid.override),
             mid.complete,
             mid.generate,
-            checked_texts(mid.texts, size) if mid.action == Action.SCORE else (),
+            checked_texts([unpacked(text) for text in mid.texts], size)
+            if mid.action == Action.SCORE
+            else (),
             mid.name,
             mid.pin_s,
             logprobs=mid.logprobs,

@@ -137,7 +137,7 @@ class _Questions:
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
         """The tokens that may follow ``text`` under the constraint ``kind``."""
-        asked = messages.encode(messages.ConstrainedText(argument, list(text)))
+        asked = messages.encode(messages.ConstrainedText(argument, messages.packed(text)))
         told = _ask("next_tokens", kind[:NAME_BYTES], asked)
         return NextTokens(told.value or b"", told.ok, bool(told.version))
 
@@ -367,7 +367,7 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     """Calls pre_process, and mid_process if pre_process returns CONTINUE."""
     controller = seated.controller
     answer = controller.pre_process()
-    pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
+    pre = PreAnswer(int(answer.action), answer.count, messages.packed(answer.tokens))
     if answer.action is not Action.CONTINUE:  # A script may have passed values that are not valid.
         messages.encode_checked(pre)
     outcome.pre = pre
@@ -384,13 +384,13 @@ def _mid_answer(
     made = MidAnswer(
         int(answer.action),
         answer.backtrack,
-        list(answer.tokens),
+        messages.packed(answer.tokens),
         answer.masked,
-        query=answer.query,
-        override=answer.override,
+        query=answer.query,  # type: ignore[arg-type]
+        override=answer.override,  # type: ignore[arg-type]
         complete=answer.complete,
         generate=answer.generate,
-        texts=[list(text) for text in answer.texts],
+        texts=[messages.packed(text) for text in answer.texts],
         name=answer.name,
         pin_s=answer.pin_s,
         logprobs=answer.logprobs,

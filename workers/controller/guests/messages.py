@@ -1,10 +1,15 @@
 """The messages between a worker and its guest processes.
 
 The worker decodes every answer with these types, because a compromised process can send any bytes.
+While the worker decodes an answer, its other threads wait (for the GIL). So an answer has few
+values: its tokens are bytes, its lists are short, and unknown fields are refused before they are
+read.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,7 +17,14 @@ from msgspec import Meta, Struct
 
 from ....protocol.decoders import msgpack_decoder
 from ....protocol.errors import Code, ControllerError, TokenbusError
-from ....protocol.sampling import MAX_SCORED_TEXTS, Distribution, Override, Query, Scores, TokenId
+from ....protocol.sampling import (
+    MAX_SCORED_TEXTS,
+    MAX_SCORED_TOKENS,
+    Distribution,
+    Override,
+    Query,
+    Scores,
+)
 from ..interface import Action
 from ..limits import Limits
 from ..wasm.aici_storage import NAME_BYTES
@@ -21,13 +33,20 @@ from ..wasm.compiled_modules import Abi
 Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 """CPU time in seconds. It counts towards the tenant's share of the thread pool."""
-MAX_ITEMS = 65_536
+MAX_ITEMS = 512
+"""Maximum items of a request. A batch has fewer items (``batches.py``)."""
 MAX_TOKENS = 524_288
 """Maximum tokens of an answer. The sandbox in the process has a lower limit on the tokens that a
 guest appends."""
+MAX_TEXT_TOKENS = 1024 * 1024
+"""Maximum tokens of a text about which a script asks a constraint."""
+MAX_GENERATE_BYTES = 8 * 1024 * 1024
+"""Maximum bytes of the JSON with which a script lets the model generate a text."""
 MAX_ERROR = 16_384
 """Maximum characters of an error message. The rest is cut off."""
-Tokens = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+"""Tokens as u32 (``packed``)."""
+_ScoredText = Annotated[bytes, Meta(max_length=4 * MAX_SCORED_TOKENS)]
 VariableName = Annotated[str, Meta(max_length=NAME_BYTES)]
 
 
@@ -44,7 +63,7 @@ class HostSpec(Struct, array_like=True, frozen=True):
     """Whether the guest's memory counts towards its tenant's share."""
 
 
-class Message(Struct, array_like=True, tag=str.lower):
+class Message(Struct, array_like=True, tag=str.lower, forbid_unknown_fields=True):
     """A message. Its type is the lower-case name of its class."""
 
 
@@ -137,7 +156,7 @@ class Told(Message):
     error: Fault | None = None
 
 
-class Fault(Struct, array_like=True):
+class Fault(Struct, array_like=True, forbid_unknown_fields=True):
     """The error of a call that failed."""
 
     code: str
@@ -159,21 +178,29 @@ class Fault(Struct, array_like=True):
 ToGuest = Load | Begin | Prompt | Advance | Mid | Fork | Close | Told
 
 
-class PreAnswer(Struct, array_like=True):
+class PreAnswer(Struct, array_like=True, forbid_unknown_fields=True):
     """The answer of pre_process."""
 
     action: int
     count: Count = 1
-    tokens: Tokens = []
+    tokens: Tokens = b""
 
 
-class MidAnswer(Struct, array_like=True):
+class _Query(Query, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A ``Query`` without further fields."""
+
+
+class _Override(Override, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """An ``Override`` without further fields."""
+
+
+class MidAnswer(Struct, array_like=True, forbid_unknown_fields=True):
     """The answer of mid_process. The mask is in the shared memory of the channel. The number of the
     item in the request is the mask's position in this memory."""
 
     action: int
     backtrack: Count = 0
-    tokens: Tokens = []
+    tokens: Tokens = b""
     masked: bool = False
     pairs: Count | None = None
     """Number of pairs of the bias. A dense bias has 0 pairs. None means that the answer has no
@@ -182,11 +209,11 @@ class MidAnswer(Struct, array_like=True):
     shared: Count = 0
     """Number of bytes of the bias in shared memory, where the bias follows the mask of the first
     item. 0 if the bias is in the field ``bias``."""
-    query: Query | None = None
-    override: Override | None = None
+    query: _Query | None = None
+    override: _Override | None = None
     complete: bool = False
-    generate: bytes = b""
-    texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
+    generate: Annotated[bytes, Meta(max_length=MAX_GENERATE_BYTES)] = b""
+    texts: Annotated[list[_ScoredText], Meta(max_length=MAX_SCORED_TEXTS)] = []
     name: str = ""
     """The name of a context. The guest process does not check the length of the name. The worker
     checks it, and sends the script an error if the name is too long."""
@@ -194,7 +221,7 @@ class MidAnswer(Struct, array_like=True):
     logprobs: bool = False
 
 
-class Outcome(Struct, array_like=True, omit_defaults=True):
+class Outcome(Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """The results of the calls of one controller. The field of a call is None if the call was not
     made or has failed. If a call has failed, it is the call after the last answer, and ``fault`` is
     its error.
@@ -221,12 +248,12 @@ class Done(Message):
     """Seconds of CPU time that the request took."""
 
 
-class ConstrainedText(Struct, array_like=True):
+class ConstrainedText(Struct, array_like=True, forbid_unknown_fields=True):
     """The value of the question ``next_tokens``: the argument of the constraint, and the tokens of
     the text."""
 
     argument: str
-    tokens: list[TokenId]
+    tokens: Annotated[bytes, Meta(max_length=4 * MAX_TEXT_TOKENS)]
 
 
 Question = Literal[
@@ -258,6 +285,22 @@ decode_to_guest = msgpack_decoder(ToGuest).decode
 decode_text = msgpack_decoder(ConstrainedText).decode
 decode_from_guest = msgpack_decoder(FromGuest).decode
 _decoders = {kind: msgpack_decoder(kind).decode for kind in (PreAnswer, MidAnswer, Asked)}
+
+
+def packed(tokens: Iterable[int]) -> bytes:
+    """Tokens as u32, little-endian. Raises ControllerError if a script has passed a value that is
+    not a token id."""
+    try:
+        return array("I", list(tokens)).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise ControllerError(Code.CONTROLLER_FAILED, f"a token id is not valid: {error}") from None
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The tokens that ``packed`` has encoded. Raises ValueError if the size is not valid."""
+    tokens = array("I")
+    tokens.frombytes(data)
+    return tokens.tolist()
 
 
 def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ....protocol.errors import ControllerError, TokenbusError
+from ....protocol.shares import Shares
 from ..guest_clock import QUESTION_S, add_guest_cpu
 from ..guest_memory import TenantMemory
 from ..limits import Limits
@@ -29,7 +31,7 @@ from ..pool import freeing_slot, waiting
 from ..priority import Priority
 from ..variable_calls import VariablesMark
 from . import messages
-from .channel import MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
+from .channel import AREA_BYTES, MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
 from .launcher import Spawned
 from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 
@@ -147,10 +149,45 @@ class _Seen(NamedTuple):
     cpu_s: float
 
 
+class ChannelShares:
+    """Counts the channels of the processes of each tenant. Tenants share the channels, because each
+    channel has two of the worker's descriptors until its process ends. Thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self._lock = threading.Lock()
+        self._shares = Shares(capacity)
+
+    @classmethod
+    def of_descriptors(cls) -> ChannelShares:
+        """Channels may have half of the descriptors of this process."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return cls((1 << 20 if most == resource.RLIM_INFINITY else most) // 4)
+
+    def take(self, tenant: str, *, first: bool) -> bool:
+        """Counts a further channel of a tenant. Returns False, and counts nothing, if the channel
+        would exceed the tenant's share. The ``first`` channel of a process is always counted."""
+        with self._lock:
+            fits = first or self._shares.fits(tenant)
+            if fits:
+                self._shares.take(tenant)
+            return fits
+
+    def give_back(self, tenant: str) -> None:
+        """Stops counting a channel of a tenant."""
+        with self._lock:
+            self._shares.give_back(tenant)
+
+
 class GuestProcess:
     """A process of one tenant. Thread-safe."""
 
-    def __init__(self, spawned: Spawned, memory: TenantMemory | None = None) -> None:
+    def __init__(
+        self,
+        spawned: Spawned,
+        memory: TenantMemory | None = None,
+        tenant: str = "",
+        shares: ChannelShares | None = None,
+    ) -> None:
         self.pid = spawned.pid
         self._pidfd = spawned.pidfd
         self._control = spawned.control
@@ -163,9 +200,13 @@ class GuestProcess:
         self._long = threading.Lock()
         self._running: dict[Channel, _Running] = {}
         self._memory = memory
+        self._tenant = tenant
+        self._shares = shares
         self._granted = 0
         self.modules: set[str] = set()
         """The modules that the process has loaded."""
+        self.loading = threading.Lock()
+        """This lock is held while a module is loaded into the process."""
         self._counted: set[str] = set()
         """The modules whose bytes count towards the memory of the tenant."""
         self.controllers: dict[int, Guest] = {}
@@ -237,7 +278,7 @@ class GuestProcess:
         questions = int(min(MAX_QUESTIONS, MIN_QUESTIONS + limit_s / QUESTION_S))
         running = self._running[channel] = _Running(limit_s, items)
         try:
-            channel.send(messages.encode(request))
+            _send(channel, messages.encode(request))
             for _ in range(1 + questions * items):
                 answer = self._receive(channel)
                 if isinstance(answer, Done):
@@ -245,7 +286,7 @@ class GuestProcess:
                     return answer
                 with self._paused(running):
                     told = messages.encode(self._told(answer))
-                channel.send(told)
+                _send(channel, told)
             raise ChannelClosed(f"more than {questions} questions in a call")
         except ChannelClosed as error:
             if not self.dead:
@@ -403,22 +444,26 @@ class GuestProcess:
 
     def _new_channel(self) -> Channel | None:
         """Makes a channel, and sends its descriptors to the process. Returns None if the process
-        has not received the earlier channels yet, or if a further channel lacks memory of its
-        tenant or descriptors of the worker. For the first channel, raises ControllerError without
-        memory, and OSError without descriptors. Called under the lock. Does not wait for the
-        process, because the watchdog needs the lock too."""
+        has not received the earlier channels yet, or if a further channel lacks memory or
+        descriptors of its tenant, or descriptors of the worker. For the first channel, raises
+        ControllerError without memory, and OSError without descriptors. Called under the lock. Does
+        not wait for the process, because the watchdog needs the lock too."""
+        first = not self._channels
+        if self._shares is not None and not self._shares.take(self._tenant, first=first):
+            return None
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)
             except ControllerError:
-                if self._channels:
-                    return None
-                raise
+                self._give_back_share()
+                if first:
+                    raise
+                return None
         try:
             made = self._sent_channel()
         except BaseException as error:
             self._give_back_channel()
-            if self._channels and isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+            if not first and isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
                 return None
             raise
         if made is None:
@@ -447,8 +492,13 @@ class GuestProcess:
         return channel
 
     def _give_back_channel(self) -> None:
+        self._give_back_share()
         if self._memory is not None:
             self._memory.give_back(SHARED_BYTES)
+
+    def _give_back_share(self) -> None:
+        if self._shares is not None:
+            self._shares.give_back(self._tenant)
 
     def _check(self, running: _Running, now_s: float) -> None:
         try:
@@ -515,6 +565,16 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return int(found[1]) if found is not None else 0
+
+
+def _send(channel: Channel, message: bytes) -> None:
+    """Sends a message to the process. The slot of the thread pool is free while the process reads
+    the parts of a long message."""
+    if len(message) <= AREA_BYTES:
+        channel.send(message)
+        return
+    with freeing_slot():
+        channel.send(message)
 
 
 def _num_threads(pid: int) -> int:

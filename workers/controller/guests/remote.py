@@ -21,6 +21,7 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
 from ..interface import AGAIN, Answer, Batch
 from ..limits import Limits
+from ..pool import freeing_slot
 from ..replays import replayed_limits
 from ..tool_calls import NO_TOOLS, SequenceTools
 from ..variable_calls import SequenceVariables, VariablesMark
@@ -45,6 +46,7 @@ from .messages import (
     ToGuest,
     Told,
     decode_text,
+    unpacked,
 )
 from .process import Cause, GuestDied, GuestProcess
 from .recording import Begun, Call, Recording, addressed, repetitions
@@ -256,9 +258,10 @@ class RemoteController:
             raise ControllerError(Code.CONTROLLER_FAILED, "only a script asks about constraints")
         try:
             text = decode_text(asked.value)
-        except msgspec.MsgspecError as error:
+            tokens = unpacked(text.tokens)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise ControllerError(Code.CONTROLLER_FAILED, f"next_tokens: {error}") from None
-        mask, may_end, ends = questions.next_tokens(asked.name, text.argument, text.tokens)
+        mask, may_end, ends = questions.next_tokens(asked.name, text.argument, tokens)
         return Told(may_end, int(ends), mask)
 
     def _begin_call(self, tool: str, arguments: bytes) -> str:
@@ -425,13 +428,18 @@ class RemoteController:
         module, load = self._place.module, self._place.load
         if load is None or module in process.modules:
             return
-        loaded = load()
-        code = bytes(loaded.module.serialize())
-        process.count_module(module, len(code))
-        request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
-        with process.channel() as channel:
-            process.request(channel, request, LOAD_S)
-        process.modules.add(module)
+        # A compiled module may have 256 MiB, so calls that need the same module at the same time
+        # wait until the first of them has loaded it.
+        with freeing_slot(), process.loading:
+            if module in process.modules:
+                return
+            loaded = load()
+            code = bytes(loaded.module.serialize())
+            process.count_module(module, len(code))
+            request = Load(module, loaded.abi, loaded.why_no_fork, code, loaded.script)
+            with process.channel() as channel:
+                process.request(channel, request, LOAD_S)
+            process.modules.add(module)
 
     def _seat(self, process: GuestProcess, handle: int) -> None:
         self._process, self._handle = process, handle

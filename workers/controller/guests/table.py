@@ -15,7 +15,7 @@ from ....protocol.metrics import Series
 from ..host import Host, Vocabulary
 from ..pool import freeing_slot, waiting
 from .launcher import Launcher
-from .process import GuestProcess
+from .process import ChannelShares, GuestProcess
 from .setup import Setup
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class ProcessTable:
         self._setup = setup
         self._max = max_processes
         self.deaths = Deaths()
+        self._channels = ChannelShares.of_descriptors()
         self._lock = threading.Lock()
         self._spawning = threading.Lock()
         """The lock that is held while a process is started."""
@@ -202,7 +203,7 @@ class ProcessTable:
         if process is not None and not process.dead:
             return process
         self._make_room()
-        process = GuestProcess(launcher.spawn(key[1]), host.memory)
+        process = GuestProcess(launcher.spawn(key[1]), host.memory, tenant, self._channels)
         with self._lock:
             self._processes[key] = process
         return process

@@ -11,14 +11,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import wasmtime
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
-from tokenbus.workers.controller.guests.channel import SHARED_BYTES, ChannelFiles
-from tokenbus.workers.controller.guests.process import MAX_CHANNELS, GuestDied, GuestProcess
+from tokenbus.workers.controller.guests.channel import AREA_BYTES, SHARED_BYTES, ChannelFiles
+from tokenbus.workers.controller.guests.messages import Prompt
+from tokenbus.workers.controller.guests.process import (
+    MAX_CHANNELS,
+    ChannelShares,
+    GuestDied,
+    GuestProcess,
+)
 from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 
 from ....processes import until
+from ..played import engine
+from ..wasm.guests import compile_guest
 from .remote_guests import CALM, Runtime, Sequence, running, stop
 
 pytestmark = pytest.mark.process
@@ -154,6 +164,80 @@ def test_the_channels_of_a_process_count_towards_the_memory_of_its_tenant(
         assert waiting.wait(60)
     sequence.controller.close()
     until(lambda: memory.used == 0, 60, "the memory of the process is free")
+
+
+def test_a_long_message_that_a_process_does_not_read_occupies_no_slot(runtime: Runtime) -> None:
+    """Two tenants whose processes did not read long messages could occupy all slots for a
+    minute."""
+    sequence = Sequence(runtime.program(CALM, "does not read"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    stop(sequence)
+    pool = Pool(1)
+    request = Prompt(1, [1 << 20] * AREA_BYTES)
+
+    def send() -> None:
+        with pytest.raises(GuestDied), process.channel() as channel:
+            process.request(channel, request, 1.0)
+
+    pool.submit([send])
+    other = threading.Event()
+    until(lambda: bool(process._running), 60, "the message is sent")
+    pool.submit([other.set])
+    try:
+        assert other.wait(10)
+    finally:
+        process.kill("the test ends it")
+    until(lambda: not pool.busy, 60, "the request ends")
+    pool.close()
+
+
+def test_calls_that_need_the_same_module_load_it_once(runtime: Runtime) -> None:
+    """Each call serialized the module, which may have 256 MiB, and sent it to the process."""
+    compiled = wasmtime.Module(engine, compile_guest(CALM, "-Wno-unused-parameter"))
+    loads: list[int] = []
+    both = threading.Event()
+
+    def load() -> Loaded:
+        loads.append(1)
+        both.wait(1)
+        return Loaded("native", compiled)
+
+    programs = [runtime.runtime.program("loads once", "module", load) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for each in pool.map(Sequence, programs):
+            each.controller.close()
+    assert len(loads) == 1
+
+
+def test_tenants_share_the_descriptors_of_channels(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels keep their descriptors until their process ends. The calls of a few tenants could
+    take all descriptors of the worker, and other tenants could not start a program."""
+    monkeypatch.setattr(runtime.table, "_channels", ChannelShares(9))
+    sequence = Sequence(runtime.program(CALM, "many calls", "shared"))
+    process = sequence.controller._process  # type: ignore[attr-defined]
+    ended = threading.Event()
+
+    def take_all() -> None:
+        with contextlib.suppress(GuestDied):
+            take(process, 6)
+        ended.set()
+
+    threading.Thread(target=take_all, daemon=True).start()
+    until(lambda: len(process._channels) == 5, 60, "the tenant has its share")
+    others = [Sequence(runtime.program(CALM, f"other {n}", "shared")) for n in range(6)]
+    for other in others:
+        other.round()
+        other.controller.close()
+    assert len(process._channels) == 5
+    assert not ended.is_set()
+    process.kill("the test ends it")
+    assert ended.wait(60)
+    sequence.controller.close()
+    for pid in runtime.table.pids():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: runtime.table._channels._shares.total == 0, 60, "all channels are given back")
 
 
 def _fill(sequences: list[Sequence], runtime: Runtime, memory: GuestMemory, count: int) -> None:
