@@ -100,7 +100,9 @@ def drop_rights(
     layers that are missing. ``memory_bytes``: bound on the private writable memory of the process.
     ``user``: the new user of the process; None if the user does not change."""
     bound_memory(memory_bytes)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_FILES if most == resource.RLIM_INFINITY else min(MAX_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     layers: list[Callable[[], str]] = [
         lambda: _change_user(user) if user is not None else "",

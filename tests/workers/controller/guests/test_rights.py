@@ -60,6 +60,16 @@ def test_every_layer_is_there_or_named() -> None:
     assert in_a_process("""print(json.dumps(rights.drop_rights()))""") == []
 
 
+def test_fewer_descriptors_than_a_guest_process_may_have_are_enough() -> None:
+    """The hard limit of the worker is below the limit of guest processes."""
+    in_a_process("""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+rights._no_capabilities()
+print(json.dumps(rights.drop_rights()))
+""")
+
+
 def test_a_guest_process_reaches_neither_files_nor_sockets_nor_other_processes() -> None:
     tries = in_a_process("""
 parent, own = os.getppid(), os.getpid()
