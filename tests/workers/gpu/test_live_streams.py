@@ -445,6 +445,25 @@ def test_streams_that_have_ended_are_kept_for_a_while_within_bounds(
     assert kept.get(7) is None
 
 
+def test_the_ended_streams_of_a_client_do_not_drop_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_streams, "MAX_STREAMS", 8)
+    kept = KeptStreams()
+
+    def end(request: int, client: int, tokens: int = 1) -> None:
+        rows = bytearray(tokens * ROW.size)
+        kept.add(Stream(request, 9, request, "msgpack", "m", 0, client=client, rows=rows))
+
+    end(1, client=1)
+    end(2, client=2, tokens=kept_streams.MAX_TOKENS)
+    assert [stream.request for stream in kept] == [1]
+    end(3, client=2, tokens=kept_streams.MAX_TOKENS + 1)
+    for request in range(4, 24):
+        end(request, client=2)
+    assert [stream.request for stream in kept] == [1, *range(17, 24)]
+
+
 def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:
     sent = Sent(1, form="columns")
     [stream] = sent.streams
