@@ -37,6 +37,8 @@ sent. The fields are token, log-probability, position and sequence number."""
 ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
 """The fields of ``ROW`` as a NumPy type."""
 
+ENTRY_BYTES = 800
+"""Bytes of memory that an entry takes without its long fields."""
 LONG_ENTRY_BYTES = 2048
 """Bytes of memory that an entry with 256 ``top_logprobs`` takes in addition to its packed
 fields."""
@@ -118,6 +120,10 @@ class Stream:
     """Number of bytes of the logs, the messages and the writes of a program in all entries."""
     id_bytes: int = 0
     """Number of bytes of the candidates' ids in all rows."""
+    num_added: int = 0
+    """Number of entries in ``entries`` that this worker has sent. The entries that an earlier
+    worker has sent do not count towards the client's share, because a move must not end a
+    stream."""
     num_long: int = 0
     """Number of entries with packed fields or with logs, messages or writes of a program."""
     claimed_by: int | None = None
@@ -221,17 +227,18 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The memory of the stream's entries, measured in tokens. The ids of five candidates count
-        as a token, and so do 20 bytes of packed fields and 20 bytes of a program's logs, messages
-        and writes."""
-        return self.num_tokens + self.num_candidates // 5 + self.written_bytes // 20
+        """The memory of the stream's entries, measured in tokens. An entry without a token counts
+        as a token. The ids of five candidates count as a token, and so do 20 bytes of packed fields
+        and 20 bytes of a program's logs, messages and writes."""
+        return self.num_entries + self.num_candidates // 5 + self.written_bytes // 20
 
     @property
     def long_bytes(self) -> int:
-        """The memory of the stream's request and of the long fields of its entries, in bytes."""
+        """The memory of the stream's request, of its entries that are not rows, and of the ids of
+        candidates in its rows, in bytes."""
         fields = self.packed_bytes + self.written_bytes + self.id_bytes
-        request = self.decoded_bytes + sum(map(len, self.frames))
-        return request + fields + LONG_ENTRY_BYTES * self.num_long
+        entries = ENTRY_BYTES * self.num_added + LONG_ENTRY_BYTES * self.num_long
+        return self.decoded_bytes + sum(map(len, self.frames)) + fields + entries
 
     @property
     def num_candidates(self) -> int:
@@ -244,6 +251,7 @@ class Stream:
     def add(self, entry: Token) -> None:
         """Stores an entry that is sent."""
         self.entries.append((len(self.rows) // ROW.size, entry))
+        self.num_added += 1
 
     def pack(self, entries: Iterable[Token]) -> None:
         """Packs the fields of stored entries that have been sent."""
