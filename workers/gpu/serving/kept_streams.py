@@ -40,9 +40,9 @@ class KeptStreams:
         self._kept: dict[int, _Kept] = {}
         self._clients: defaultdict[int, dict[int, None]] = defaultdict(dict)
         """The requests of each client, the oldest first."""
-        self._tokens = Counter[int]()
+        self._client_tokens = Counter[int]()
         """The sum of ``Stream.size`` of each client's streams."""
-        self._num_tokens = 0
+        self._tokens = 0
 
     def __iter__(self) -> Iterator[Stream]:
         """A snapshot of the streams; safe on another thread."""
@@ -69,10 +69,10 @@ class KeptStreams:
             stream.prompt = []
         self._kept[stream.request] = _Kept(stream, now, size)
         self._clients[stream.client][stream.request] = None
-        self._tokens[stream.client] += size
-        self._num_tokens += size
-        while self._num_tokens > MAX_TOKENS:
-            self._drop_oldest(max(self._tokens, key=self._tokens.__getitem__))
+        self._client_tokens[stream.client] += size
+        self._tokens += size
+        while self._tokens > MAX_TOKENS:
+            self._drop_oldest(max(self._client_tokens, key=self._client_tokens.__getitem__))
         while len(self._kept) > MAX_STREAMS:
             self._drop_oldest(max(self._clients, key=lambda one: len(self._clients[one])))
 
@@ -82,11 +82,11 @@ class KeptStreams:
         if kept is None:
             return
         client = kept.stream.client
-        self._num_tokens -= kept.size
-        self._tokens[client] -= kept.size
+        self._tokens -= kept.size
+        self._client_tokens[client] -= kept.size
         del self._clients[client][request]
         if not self._clients[client]:
-            del self._clients[client], self._tokens[client]
+            del self._clients[client], self._client_tokens[client]
 
     def _drop_oldest(self, client: int) -> None:
         self.drop(next(iter(self._clients[client])))
