@@ -253,6 +253,48 @@ def plain_entry(
     return entry
 
 
+class PlainToken(Struct, omit_defaults=True, gc=False):
+    """The entry that a row represents, for a message that is only encoded. The fields are those of
+    ``Token`` that a row has, in the same order. A ``Token`` has three times as many fields, and
+    making and encoding one takes 16 times as long."""
+
+    token: int
+    stream_id: int
+    logprob: float
+    finish_reason: None
+    top_logprobs: dict[int, float]
+    processed: float | UnsetType = UNSET
+    kept: int | list[int] | UnsetType = UNSET
+    pos: int = 0
+    seq: int = 0
+    text: str | UnsetType = UNSET
+
+
+def encodable_entry(
+    stream_id: int,
+    token: int,
+    logprob: float,
+    pos: int,
+    seq: int,
+    text: str | None = None,
+    processed: float | None = None,
+    kept: Kept | None = None,
+) -> PlainToken:
+    """The same entry as ``plain_entry``, as a ``PlainToken``."""
+    return PlainToken(
+        token,
+        stream_id,
+        logprob,
+        None,
+        {token: logprob},
+        UNSET if processed is None else processed,
+        UNSET if kept is None else kept_of(kept),
+        pos,
+        seq,
+        UNSET if text is None else text,
+    )
+
+
 def is_plain(entry: Token, texts: bool = False) -> bool:
     """Whether a row can represent an entry: the entry has a token, each of its fields has a column,
     and each value fits into its column. ``texts``: whether rows may have text."""

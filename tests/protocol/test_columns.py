@@ -15,6 +15,7 @@ from tokenbus.protocol.columns import (
     TokenBody,
     TokenColumns,
     column_entries,
+    encodable_entry,
     is_plain,
     pack_columns,
     plain_entry,
@@ -64,6 +65,14 @@ def some_entries(draw: st.DrawFn) -> list[Token]:
 def test_a_body_of_one_row_is_small() -> None:
     body = encode_body(pack_columns([plain_entry(2**63 - 1, 2**31, -0.1, 2**31, 0)]), "msgpack")
     assert len(body) <= 48
+
+
+@given(PLAIN)
+def test_an_encodable_entry_is_the_plain_entry_of_the_same_row(entry: Token) -> None:
+    fields = (entry.stream_id, entry.token, entry.logprob, entry.pos, entry.seq, "é", -0.5, b"1234")
+    assert encode_body(encodable_entry(*fields), "json") == encode_body(
+        plain_entry(*fields), "json"
+    )  # type: ignore[arg-type]
 
 
 @given(some_entries(), st.booleans())

@@ -21,7 +21,7 @@ from tokenbus.protocol.worker_messages import Journal
 from tokenbus.workers.gpu.engine import sequence
 from tokenbus.workers.gpu.engine.sequence import PromptUsage, Sequence, StepOutputs, TokenOutput
 from tokenbus.workers.gpu.sampling.candidates import Candidate
-from tokenbus.workers.gpu.serving import kept_streams, recipients
+from tokenbus.workers.gpu.serving import kept_streams, recipients, streams
 from tokenbus.workers.gpu.serving.attaching import ANSWER_ENTRIES, Attaching
 from tokenbus.workers.gpu.serving.kept_streams import KeptStreams
 from tokenbus.workers.gpu.serving.live_streams import LiveStreams
@@ -443,6 +443,43 @@ def test_streams_that_have_ended_are_kept_for_a_while_within_bounds(
     assert [stream.request for stream in kept] == [7, 8]
     kept.drop(7)
     assert kept.get(7) is None
+
+
+def test_the_ended_streams_of_a_client_do_not_drop_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_streams, "MAX_STREAMS", 8)
+    kept = KeptStreams()
+
+    def end(request: int, client: int, tokens: int = 1) -> None:
+        rows = bytearray(tokens * ROW.size)
+        kept.add(Stream(request, 9, request, "msgpack", "m", 0, client=client, rows=rows))
+
+    end(1, client=1)
+    end(2, client=2, tokens=kept_streams.MAX_TOKENS)
+    assert [stream.request for stream in kept] == [1]
+    end(3, client=2, tokens=kept_streams.MAX_TOKENS + 1)
+    for request in range(4, 24):
+        end(request, client=2)
+    assert [stream.request for stream in kept] == [1, *range(17, 24)]
+
+
+def test_no_message_with_a_whole_stream_makes_a_token_object_for_each_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 128,000 rows, this would take 1.5 s, during which all streams of the worker wait."""
+    sent = begun(1, rows=4)
+    [stream] = sent.streams
+    stream.columns, stream.encoding, stream.save = False, "json", "b"
+    whole = entries_of(encode_body(sent.streams.sent(stream), "json"))
+    monkeypatch.setattr(streams, "plain_entry", lambda *_: pytest.fail("a token object is made"))
+    sent.streams.attach([Attaching(stream, 0, 0)])
+    assert sent.entries() == {1: whole}
+    sent.streams.send_journal(stream)
+    assert entries_of(sent.frames[-1][3]) == whole
+    sent.streams.send([output(1, finish_reason="length")])
+    buffer = next(frames for frames in sent.frames if frames[0] == b"BUFFER")
+    assert len(unpack_tokens(buffer[3][1:])) == len(whole) + 1
 
 
 def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:

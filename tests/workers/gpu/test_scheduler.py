@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.engine.block_manager import BlockManager
+from tokenbus.workers.gpu.engine.block_manager import BlockManager, BlockTable
 from tokenbus.workers.gpu.engine.preemption import from_largest_client
 from tokenbus.workers.gpu.engine.scheduler import (
     LIKELY_ROW,
@@ -333,6 +336,71 @@ def test_no_place_of_a_deferred_sequence_is_taken_for_a_lower_priority() -> None
     s.add(sequence(10, 4, priority=-1, client=2))
     compute_all(s)
     assert (len(s.deferred), s.preemptions) == (8, 0)
+
+
+def with_waiting_prefix(
+    monkeypatch: pytest.MonkeyPatch, client: int
+) -> tuple[Scheduler, Sequence, Sequence, list[int]]:
+    """A running sequence of client 1, a waiting sequence of ``client`` that begins with the same
+    prompt and lacks blocks, and a list to which each match is added."""
+    blocks, matches = BlockManager(100, BLOCK), list[int]()
+    s = Scheduler(blocks, 8, 400)
+    first, waiting = sequence(1, 200, client=1), sequence(2, 340, client=client)
+    s.add(first)
+    compute_and_commit(s, blocks)
+    waiting.tokens[:200] = first.tokens[:200]
+    s.add(waiting)
+    usual = blocks.match
+
+    def match(table: BlockTable, tokens: Tokens[int], limit: int) -> int:
+        matches.append(limit)
+        return usual(table, tokens, limit)
+
+    monkeypatch.setattr(blocks, "match", match)
+    # Another table takes some of the blocks.
+    assert blocks.reserve(BlockTable(), 0, 12 * BLOCK) == []
+    return s, first, waiting, matches
+
+
+def compute_and_commit(s: Scheduler, blocks: BlockManager) -> None:
+    batch = s.schedule()
+    for chunk in batch.chunks:
+        blocks.commit(chunk.sequence.block_table, chunk.sequence.tokens, chunk.end)
+    compute(batch)
+
+
+@pytest.mark.parametrize("client", [1, 2])
+def test_a_cached_prefix_of_a_waiting_prompt_is_not_matched_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, client: int
+) -> None:
+    s, _, waiting, matches = with_waiting_prefix(monkeypatch, client)
+    for _ in range(15):
+        compute(s.schedule())
+        assert waiting in s.waiting
+    assert len(matches) == 1
+
+
+def test_a_waiting_prompt_with_a_cached_prefix_is_admitted_when_it_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s, first, waiting, _ = with_waiting_prefix(monkeypatch, 1)
+    compute(s.schedule())
+    assert waiting in s.waiting
+    s.remove(first)
+    [chunk] = s.schedule().chunks
+    assert (chunk.sequence, chunk.start) == (waiting, 200)
+
+
+def test_a_waiting_prompt_is_matched_again_when_its_prefix_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s, first, waiting, matches = with_waiting_prefix(monkeypatch, 1)
+    compute(s.schedule())
+    first.tokens[200:] = waiting.tokens[200:205]
+    first.num_computed_tokens = 204
+    s._blocks.commit(first.block_table, first.tokens, 204)
+    compute(s.schedule())
+    assert len(matches) == 2
 
 
 def test_no_more_sequences_run_than_max_num_seqs() -> None:

@@ -11,6 +11,7 @@ from tokenbus.protocol.errors import Code, UnavailableError
 from tokenbus.protocol.messages import Error
 from tokenbus.workers.gpu.serving import kept_streams, stored_bytes
 from tokenbus.workers.gpu.serving.stored_bytes import MEMORY_PART, max_stored_bytes
+from tokenbus.workers.gpu.serving.streams import Move
 
 from .test_live_streams import Batch, Sent, output
 
@@ -74,9 +75,27 @@ def test_the_candidates_of_rows_count(sent: Sent) -> None:
 
 
 def test_plain_tokens_do_not_count(sent: Sent) -> None:
+    batch = Batch(with_text={1})
     for _ in range(5000):
-        sent.streams.send([output(1, text="word")])
+        sent.streams.send(batch.step((1, 0)))
     assert ends(sent) == []
+
+
+def test_appended_tokens_count(sent: Sent) -> None:
+    """A program may append and drop millions of tokens."""
+    count = 0
+    while not ends(sent) and count < 200:
+        sent.streams.send([output(1, logprob=None, top_logprobs={})])
+        count += 1
+    assert ends(sent) == [(1, "too_large")]
+    assert 60 <= count <= 70
+
+
+def test_the_entries_of_an_earlier_worker_do_not_count(sent: Sent) -> None:
+    [stream, _] = sent.streams
+    before = stream.long_bytes
+    stream.restore([output(1, logprob=None, top_logprobs={})] * 200, Move("w", "", 0.0), 1)
+    assert stream.long_bytes == before
 
 
 def test_an_ended_stream_does_not_count(sent: Sent) -> None:

@@ -17,7 +17,6 @@ import logging
 import platform
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
@@ -31,6 +30,7 @@ import wasmtime
 from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, UnavailableError
 from ...whole_files import clear_left, write_first, write_whole
+from ..backends.compiling.kept import Kept
 from ..backends.compiling.turns import Turns
 from ..limits import Limits
 from ..pool import tenant_of_thread, waiting
@@ -41,7 +41,10 @@ from .module_compiler import check_script, compile_interpreter, compile_module
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 * 1024**2
-"""Maximum bytes of compiled forms in memory; the least recently used form is removed first."""
+"""Maximum bytes of compiled forms in memory. Beyond this bound, the tenant with the most bytes
+loses its least recently used form. So its modules do not evict those of others."""
+MAX_KEPT = 4096
+"""Maximum number of compiled forms in memory."""
 AT_ONCE = 2
 """Maximum modules that are compiled at the same time, all but one of them for one tenant. Further
 uploads are refused, and the client has to send them again."""
@@ -93,8 +96,7 @@ class CompiledModules:
         self._suffix = hashlib.sha256(self._made_for.encode()).hexdigest()[:8]
         self._key = _key(folder / "key")
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Loaded, int]] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: Kept[str, Loaded] = Kept(MAX_KEPT, KEPT_BYTES)
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._compiling = Turns(AT_ONCE)
         self._interpreters: dict[str, Loaded] = {}
@@ -110,7 +112,7 @@ class CompiledModules:
         """
         with self._turn(module):
             ready = self._read(module) or self._compile(module, wasm)
-            self._keep(module, *ready)
+            self._kept.add(tenant_of_thread(), module, *ready)
             return ready
 
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
@@ -119,16 +121,14 @@ class CompiledModules:
 
         If too many modules are being compiled, the call waits up to ``TURN_S`` until one is done.
         """
-        with self._lock:
-            kept = self._kept.get(module)
-            if kept is not None:
-                self._kept.move_to_end(module)
-                return kept[0]
+        kept = self._kept.get(module)
+        if kept is not None:
+            return kept
         with self._turn(module):
             ready = self._read(module)
             if ready is None:
                 ready = self._compile(module, wasm(module), TURN_S)
-            self._keep(module, *ready)
+            self._kept.add(tenant_of_thread(), module, *ready)
             return ready[0]
 
     def interpreter(self, language: str) -> Loaded:
@@ -151,10 +151,10 @@ class CompiledModules:
 
     def drop(self, modules: Collection[str]) -> None:
         """Removes modules from memory and disk."""
-        with self._lock:
-            for module in modules:
-                _, size = self._kept.pop(module, (None, 0))
-                self._kept_bytes -= size
+        for module in modules:
+            kept = self._kept.get(module)
+            if kept is not None:
+                self._kept.drop(module, kept)
         for file in self._folder.glob("*-*") if modules else ():
             if file.name.partition("-")[0] in modules:
                 file.unlink(missing_ok=True)
@@ -175,15 +175,6 @@ class CompiledModules:
             yield
         finally:
             turn.release()
-
-    def _keep(self, module: str, loaded: Loaded, size: int) -> None:
-        with self._lock:
-            _, before = self._kept.pop(module, (None, 0))
-            self._kept[module] = loaded, size
-            self._kept_bytes += size - before
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                _, (_, size) = self._kept.popitem(last=False)
-                self._kept_bytes -= size
 
     def _file(self, module: str) -> Path:
         return self._folder / f"{module}-{self._suffix}"

@@ -35,6 +35,10 @@ PINNED_PART, OWNER_PART = 2, 8
 most 1 / ``OWNER_PART`` of the blocks."""
 
 
+Content = tuple[int, tuple[int, ...]]
+"""The key of a registered block: the id of the content before the block, and the block's tokens."""
+
+
 class _Pin(NamedTuple):
     until: float
     owner: int
@@ -86,11 +90,12 @@ class BlockManager:
         """Number of pinned blocks of each owner."""
         self._next_expiry = inf
         """A lower bound on the times at which pins end."""
-        self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        """Maps (id of the content before a block, the block's tokens) to (the block, id of the
-        content up to the end of the block)."""
-        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._registered: dict[Content, tuple[int, int]] = {}
+        """Maps the key of a block to (the block, id of the content up to the end of the block)."""
+        self._key_of: dict[int, Content] = {}
         self._next_key = 0
+        self.num_freed = 0
+        """How often a block has become available since this object was made."""
 
     @property
     def num_available(self) -> int:
@@ -137,6 +142,17 @@ class BlockManager:
             table.blocks.append(block)
             table.keys.append(before)
         return len(table.blocks) * size
+
+    def following(self, table: BlockTable, tokens: Tokens[int], limit: int) -> Content | None:
+        """The key of the block with which ``match`` would continue a matched ``table``; None if
+        ``match`` has reached ``limit``."""
+        index, size = len(table.keys), self.block_size
+        end = (index + 1) * size
+        return (table.before(index), tuple(tokens[end - size : end])) if end <= limit else None
+
+    def is_registered(self, content: Content | None) -> bool:
+        """Whether a block with this key is registered."""
+        return content in self._registered
 
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
@@ -282,6 +298,7 @@ class BlockManager:
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
+            self.num_freed += 1
             if block in self._pins:
                 self._pinned[block] = None
             elif block in self._key_of:

@@ -21,7 +21,7 @@ from heapq import nlargest
 from itertools import chain
 from typing import NamedTuple
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, Content
 from .preemption import Lack, choose_victims, from_largest_client, num_blocks, num_freed, rank
 from .sequence import Sequence
 from .waiting import WaitingQueue
@@ -52,6 +52,10 @@ MAX_DISPLACED = 8
 for other clients. If no such sequence is waiting, the next preemption may exceed this bound. A
 client is usually one session. Without this bound, a user with many sessions could preempt all but
 one of another user's sequences."""
+
+MATCH_STEPS = 32
+"""If a waiting sequence lacks blocks, its prefix is matched again when it may fit, and at least
+every this number of attempts. Matching 128k tokens takes 5 ms, during which all sequences wait."""
 
 
 class Chunk(NamedTuple):
@@ -107,6 +111,26 @@ class Batch:
         return sum(chunk.end - chunk.start for chunk in self.chunks)
 
 
+@dataclass(slots=True)
+class _Unfit:
+    """A waiting sequence that could not be admitted when its prefix was last matched, because too
+    few blocks were available."""
+
+    sequence: Sequence
+    target: int
+    """``Sequence.target`` at that time, and likewise below."""
+    spare: int
+    """Number of available blocks that the sequence would have left; negative if too few blocks were
+    available."""
+    num_available: int
+    num_freed: int
+    """Number of available blocks, and ``BlockManager.num_freed``."""
+    following: Content | None
+    """The prefix has become longer if a block with this key is registered."""
+    attempts: int = 0
+    """Number of later attempts without a match."""
+
+
 class Scheduler:
     """The tables of the live sequences, and the plan of each step.
 
@@ -144,6 +168,8 @@ class Scheduler:
         self._refused: Sequence | None = None
         """The first waiting sequence, if the last step could not admit it because a slot or blocks
         were missing, or because of the bound ``MAX_ADMITTED``."""
+        self._unfit: _Unfit | None = None
+        """The last sequence that was matched and could not be admitted."""
         self._recomputed = 0
         """The debt of recomputation, in tokens. A preemption for another client adds the tokens
         that are computed again. Each step subtracts the tokens that ``RECOMPUTED`` allows. While
@@ -188,6 +214,7 @@ class Scheduler:
         admitted."""
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
+        self._unfit = None
         if sequence not in self.waiting:
             self._take_out(sequence)
             self.waiting.put_back(sequence)
@@ -236,6 +263,8 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence and frees its blocks."""
+        if self._unfit is not None and self._unfit.sequence is sequence:
+            self._unfit = None
         self._take_out(sequence)
         self._blocks.free(sequence.block_table)
 
@@ -394,12 +423,16 @@ class Scheduler:
         """The number of further blocks that must become free before a waiting sequence can be
         admitted and all admitted sequences can grow."""
         table, kept = sequence.block_table, bool(sequence.block_table.blocks)
-        if not kept:
-            self._blocks.match(table, sequence.tokens, self._match_limit(sequence))
-        needed = self._blocks.blocks_for(sequence.target + 1) - len(table.blocks)
-        lacking = needed - self._blocks.num_available
-        if not kept:
-            self._blocks.free(table)
+        unfit = None if kept else self._unfit_of(sequence)
+        if unfit is not None:
+            lacking = unfit.num_available - self._blocks.num_available - unfit.spare
+        else:
+            if not kept:
+                self._blocks.match(table, sequence.tokens, self._match_limit(sequence))
+            needed = self._blocks.blocks_for(sequence.target + 1) - len(table.blocks)
+            lacking = needed - self._blocks.num_available
+            if not kept:
+                self._blocks.free(table)
         admitted = (*self.running, *self.deferred)
         return lacking + sum(self._blocks.num_reserved(s.block_table, s.target) for s in admitted)
 
@@ -459,6 +492,8 @@ class Scheduler:
             # The sequence has blocks but no logits, for example because it was suspended. So its
             # last token is computed again.
             hit = min(sequence.num_computed_tokens, sequence.target - 1)
+        elif self._still_lacks_blocks(sequence):
+            return False
         else:
             limit = self._match_limit(sequence)
             hit = self._blocks.match(sequence.block_table, sequence.tokens, limit)
@@ -466,13 +501,11 @@ class Scheduler:
         chunk = self._chunk(sequence, hit, room)
         spare = self._blocks.num_available - needed
         copies = None
-        # One block for each admitted sequence stays free, so that a growing sequence rarely
-        # preempts another.
-        if spare >= 0 and (not self.running or spare >= len(self.running) + len(self.deferred)):
+        if spare >= self._min_spare:
             copies = self._blocks.reserve(sequence.block_table, chunk.start, chunk.end)
         if copies is None:
             if not kept:
-                self._blocks.free(sequence.block_table)
+                self._give_back(sequence, spare)
             return False
         sequence.num_computed_tokens = hit
         if not kept:
@@ -489,6 +522,40 @@ class Scheduler:
         batch.chunks.append(chunk)
         batch.copies += copies
         return True
+
+    @property
+    def _min_spare(self) -> int:
+        """Number of blocks that stay free when a sequence is admitted: one for each admitted
+        sequence, so that a growing sequence rarely preempts another."""
+        return len(self.running) + len(self.deferred) if self.running else 0
+
+    def _give_back(self, sequence: Sequence, spare: int) -> None:
+        """Frees the matched blocks of a waiting sequence that cannot be admitted. Stores the result
+        of the match (``_unfit``)."""
+        blocks, table = self._blocks, sequence.block_table
+        following = blocks.following(table, sequence.tokens, self._match_limit(sequence))
+        blocks.free(table)
+        counts = blocks.num_available, blocks.num_freed
+        self._unfit = _Unfit(sequence, sequence.target, spare, *counts, following)
+
+    def _unfit_of(self, sequence: Sequence) -> _Unfit | None:
+        """The result of the last match of a waiting sequence; None if the sequence must be matched
+        again."""
+        unfit = self._unfit
+        if unfit is None or unfit.sequence is not sequence or unfit.target != sequence.target:
+            return None
+        if unfit.attempts >= MATCH_STEPS or self._blocks.is_registered(unfit.following):
+            return None
+        return unfit
+
+    def _still_lacks_blocks(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence lacks blocks even if all blocks that were freed since its last
+        match are available."""
+        unfit = self._unfit_of(sequence)
+        if unfit is None:
+            return False
+        unfit.attempts += 1
+        return unfit.spare + self._blocks.num_freed - unfit.num_freed < self._min_spare
 
     def _match_limit(self, sequence: Sequence) -> int:
         """Maximum number of tokens to take from the prefix cache. A token whose logits are needed

@@ -341,7 +341,7 @@ class LiveStreams:
         answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
         messages = [message_frames(stream, b"MSG", answer)]
         if missed > last_rows:
-            messages.append(entries_frames(stream, stream.sent(received, last_rows)))
+            messages.append(entries_frames(stream, stream.encodable(received, last_rows)))
         for frames in messages:
             self._post(frames, stream.link)
         return last_rows

@@ -2,9 +2,11 @@
 
 A request counts from its arrival, also while its model is loaded or its texts are tokenized. Until
 its end, a stream stores its request and its entries. Clients that attach and brokers that claim the
-stream receive them. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
-3 KiB, and a request may have 128 sequences that wait for an input. So clients share a bound. A
-request that exceeds its client's share is refused, and a stream that exceeds the share ends.
+stream receive them. A row (``streams.ROW``) takes 20 bytes, and is not counted. Any other entry
+takes 800 bytes, and a program may append and drop millions of tokens, each of which is an entry.
+256 ``top_logprobs`` take 3 KiB, and a request may have 128 sequences that wait for an input. So
+clients share a bound. A request that exceeds its client's share is refused, and a stream that
+exceeds the share ends.
 """
 
 from __future__ import annotations
@@ -90,11 +92,11 @@ class StoredBytes:
         if fits:
             return ""
         return (
-            "the requests, log-probabilities, candidates, logs and writes of your waiting and "
-            f"running streams take {own + size} bytes at this worker; all clients together take "
-            f"{self._total} of {self._most} bytes (1/{MEMORY_PART} of the machine's memory, "
-            "divided by the setting gpu_workers); ask for fewer top_logprobs, or run fewer "
-            "sequences at a time"
+            "the requests, log-probabilities, candidates, appended tokens, logs and writes of your "
+            f"waiting and running streams take {own + size} bytes at this worker; all clients "
+            f"together take {self._total} of {self._most} bytes (1/{MEMORY_PART} of the machine's "
+            "memory, divided by the setting gpu_workers); ask for fewer top_logprobs, append fewer "
+            "tokens, or run fewer sequences at a time"
         )
 
     def drop(self, stream: Stream) -> None:

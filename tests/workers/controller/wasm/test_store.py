@@ -496,8 +496,24 @@ def test_memory_keeps_what_was_used_last(
     fresh = another(modules, engine)
     for name in (*names, names[2]):
         fresh.load(name)
-    assert list(fresh._compiled._kept) == [names[3], names[2]]
-    assert fresh._compiled._kept_bytes < 2.5 * size
+    kept = fresh._compiled._kept
+    assert [name for name in names if kept.get(name) is not None] == names[2:]
+    assert kept.size < 2.5 * size
+
+
+def test_the_modules_of_one_tenant_do_not_evict_those_of_another(
+    modules: ModuleStore, engine: wasmtime.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [modules.put("anna", module(n)).module for n in range(4)]
+    size = modules._compiled._file(names[0]).stat().st_size
+    monkeypatch.setattr(compiled_modules, "KEPT_BYTES", int(2.5 * size))
+    fresh, pool = another(modules, engine), Pool(1)
+    kept = fresh._compiled._kept
+    for tenant, name in zip(("anna", "bob", "bob", "bob"), names, strict=True):
+        pool.submit([partial(fresh.load, name)], tenant=tenant)
+        until(partial(kept.get, name), BOUND_S, "loaded")
+    pool.close()
+    assert [name for name in names if kept.get(name) is not None] == [names[0], names[3]]
 
 
 def test_one_module_is_compiled_once_however_many_want_it(
