@@ -147,15 +147,16 @@ class Adoption:
         if verdict is Verdict.IGNORE:
             return
         session = self._session(header) if verdict is Verdict.ADOPT else None
-        if session is None:
+        other = self._state.requests.get(header.request)
+        if session is not None:
+            session.withdrawn.pop(header.request, None)
+        if session is None or not self._has_room(session, other, worker.brokers):
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
-        other = self._state.requests.get(header.request)
         if other is not None:
             self._withdraw(other)
         self._ends.drop(session, fields.stream_id)
         worker.fences.reported(header.request)
-        session.withdrawn.pop(header.request, None)
         request = self._request(header, session, body, fields, count)
         request.frames = frames
         self._adopted += 1
@@ -167,6 +168,10 @@ class Adoption:
         self._due[request.id] = due
         self._due.move_to_end(request.id)
         self._attaches.on_adopted(request, sent, header.flags & FORM)
+
+    def _has_room(self, session: Session, other: Request | None, brokers: int) -> bool:
+        """Whether a session has room for a copy that replaces ``other``, if given."""
+        return other is not None or self._state.quotas.may_adopt(session, brokers)
 
     def _request(
         self, header: Header, session: Session, body: Journal, fields: RoutingFields, entries: int

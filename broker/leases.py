@@ -251,6 +251,7 @@ class Leases:
             step_age_s=message.step_age_s,
             process=process_of(message),
             registration=message.registration,
+            brokers=message.brokers,
         )
         self.by_peer[peer] = self._by_name[worker.name] = worker
         process, _ = self._lost.pop(worker.name, (0, 0.0))

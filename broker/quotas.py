@@ -99,9 +99,9 @@ class Quotas:
             return
         quota = allowed.streams
         if quota is not None:
-            sessions = self._sessions.of_key(session.key)
-            live = sum(s.num_live for s in sessions)
+            live = self._num_live(session.key)
             if live >= quota:
+                sessions = self._sessions.of_key(session.key)
                 waits = [s.pace.retry_after_s(now) for s in sessions if s.num_live]
                 raise _used_up("streams", f"{live} streams are live", quota, min(waits))
         self._check_minute("tokens_per_minute", "tokens", self._tokens, session.key, allowed, now)
@@ -110,6 +110,23 @@ class Quotas:
             self._check_minute(
                 "sandbox_ms_per_minute", what, self._sandbox, session.key, allowed, now
             )
+
+    def may_adopt(self, session: Session, brokers: int) -> bool:
+        """Whether a session may have another stream that a worker has reported. Each of the
+        ``brokers`` counts live streams by itself, so all of them together allow this number of
+        times the bound of one broker. The factor is at least 2, so that a bound that was lowered
+        does not end streams after a restart."""
+        factor = max(2, brokers)
+        if session.num_live >= factor * self._state.settings.max_streams:
+            return False
+        allowed = self._keyring.client(session.key)
+        if allowed is None or allowed.streams is None:
+            return True
+        return self._num_live(session.key) < factor * allowed.streams
+
+    def _num_live(self, key: str) -> int:
+        """Number of live streams of all sessions of a key."""
+        return sum(session.num_live for session in self._sessions.of_key(key))
 
     def max_priority(self, key: str) -> int | None:
         """The highest priority that a client with this key may use. None if the broker has no keys;

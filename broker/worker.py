@@ -96,6 +96,8 @@ class Worker:
     registration: int = 0
     """Number of the worker's REGISTER; the REGISTERED that answers this message repeats the
     number."""
+    brokers: int = 1
+    """The number of brokers at which the worker registers."""
 
     def take(self, request: Request) -> None:
         """Adds a request that is sent to the worker, or already runs there."""

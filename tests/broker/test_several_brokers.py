@@ -187,6 +187,35 @@ def test_a_quota_ends_no_stream_that_comes_from_another_broker(keyed: Bench) -> 
     assert error["code"] == "client_limit"
 
 
+@pytest.mark.parametrize(("key", "brokers", "most"), [(ANN, 2, 4), (BEN, 2, 6), (BEN, 3, 9)])
+def test_claims_at_several_brokers_multiply_a_bound_at_most_by_their_number(
+    key: str, brokers: int, most: int
+) -> None:
+    """The client begins as many streams as it may at another broker, claims them here, and does so
+    again and again. The other broker does not count streams that continue here."""
+    keyed = Bench(expiry_s=1000.0, session_expiry_s=1000.0, max_streams=3)
+    allowed = {"ann": Allowed(public=ANN, streams=2), "ben": Allowed(public=BEN)}
+    keyed.broker.on_keys(allowed, {}, keyed.now)
+    keyed.worker("a", capacity=400, brokers=brokers)
+    number = session_id(TOKEN, key)
+    said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    for turn in range(1, 6):
+        keyed.client(f"c{turn}", "HELLO", said, key)
+        session = keyed.broker.state.sessions.by_id[number]
+        reported = list(session.withdrawn.items())
+        for request, stream in [*reported, *((10 * turn + i, 10 * turn + i) for i in range(3))]:
+            body = encode_body(Journal(type="GENERATE", moves=0, entries=0), "msgpack")
+            head = encode_header(request, number, Flag.MSGPACK)
+            frames = [b"JOURNAL", head, body, encode_body([], "msgpack")]
+            frames.append(encode_body(generate(stream), "msgpack"))
+            keyed.sent += keyed.broker.on_worker(peer_of("a"), frames, keyed.now)
+        claimed(keyed, "a", session=number)
+        # The earlier streams stay; only new ones above the bound are dropped.
+        assert {stream for _, stream in reported} <= session.streams.keys()
+        assert len(session.streams) <= most
+    assert len(session.streams) == most
+
+
 def test_streams_that_are_claimed_keep_their_places_at_the_worker() -> None:
     """Otherwise a client could fill the worker far beyond its capacity, and the requests of other
     clients would wait for all its streams."""

@@ -206,6 +206,12 @@ FAULTS = (
         "return len(self.streams)",
     ),
     Fault(
+        "a client with several brokers multiplies its streams without a bound",
+        "quotas.py",
+        "return self._num_live(session.key) < factor * allowed.streams",
+        "return True",
+    ),
+    Fault(
         "a claimed stream does not keep its place at the worker",
         "worker.py",
         "len(self.requests) + len(self.fences) + elsewhere",

@@ -620,6 +620,7 @@ class GpuWorker:
             default=self._models.default,
             live=live,
             states=self._rollouts.states,
+            brokers=self._bus.num_links,
         )
 
     def _load(self) -> tuple[int, dict[str, float]]:
