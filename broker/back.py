@@ -104,7 +104,7 @@ class Back:
             expected = 2 + len(sessions) + len(deltas)
             if len(frames) != expected:
                 raise _wrong_number(len(frames), expected)
-            if worker.fences:
+            if worker.fences.by_session:
                 frames = worker.fences.without_fenced(frames, sessions)
                 received = pack(frames)
         except (TokenbusError, IndexError) as error:

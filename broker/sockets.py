@@ -216,12 +216,14 @@ def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent
                     "a send failed, so the connection %s counts as closed: %s", peer.hex(), error
                 )
             return _GONE
-        last = len(frames) - 1
-        for i in range(last):
-            frame = frames[i]
-            _SEND(socket, frame, _MORE, len(frame) <= MAX_COPIED_BYTES)
-        frame = frames[last]
-        _SEND(socket, frame, _NOBLOCK, len(frame) <= MAX_COPIED_BYTES)
+        left = len(frames)
+        for frame in frames:
+            left -= 1
+            flags = _MORE if left else _NOBLOCK
+            if len(frame) > MAX_COPIED_BYTES:
+                _SEND(socket, frame, flags, False)
+            else:
+                _SEND(socket, frame, flags)
         return _OK
 
     return send
