@@ -308,6 +308,18 @@ def freeing_slot() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def locked(lock: threading.Lock) -> Iterator[None]:
+    """Holds a lock. If the job has to wait for the lock, it does so in ``freeing_slot``."""
+    if not lock.acquire(blocking=False):
+        with freeing_slot():
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def tenant_of_thread() -> str:
     """The tenant whose job runs on this thread; empty on a thread that does not belong to a
     pool."""

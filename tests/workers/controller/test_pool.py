@@ -15,7 +15,7 @@ from tokenbus.protocol.errors import UnavailableError
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import pool as pools
 from tokenbus.workers.controller.fair_jobs import Job
-from tokenbus.workers.controller.pool import Pool, freeing_slot, waiting
+from tokenbus.workers.controller.pool import Pool, freeing_slot, locked, waiting
 from tokenbus.workers.controller.variable_calls import VariableCalls
 
 from ...processes import until
@@ -209,6 +209,33 @@ def test_a_pool_without_places_to_wait_keeps_the_slots_of_its_jobs() -> None:
     end.set()
     until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert len(begun) == 20
+
+
+def test_a_job_frees_its_slot_while_it_waits_for_a_lock_but_not_while_it_holds_it() -> None:
+    pool = Pool(2)
+    lock = threading.Lock()
+    holds, other_ran, may_end, done = (threading.Event() for _ in range(4))
+    order: list[str] = []
+
+    def first() -> None:
+        with locked(lock):
+            holds.set()
+            happens(may_end, "the test is over")
+        order.append("first")
+
+    def second() -> None:
+        with locked(lock):
+            order.append("second")
+            done.set()
+
+    pool.submit([first])
+    happens(holds, "the first job has not begun")
+    pool.submit([second, other_ran.set])
+    happens(other_ran, "a job that waits for the lock keeps its slot")
+    until(lambda: pool._active == 1, BOUND_S, "only the job that holds the lock has a slot")
+    may_end.set()
+    happens(done, "the second job does not go on")
+    assert order == ["first", "second"]
 
 
 def test_threads_beyond_the_slots_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
 from ..interface import AGAIN, Answer, Batch
 from ..limits import Limits
-from ..pool import freeing_slot
+from ..pool import locked
 from ..replays import replayed_limits
 from ..tool_calls import NO_TOOLS, SequenceTools
 from ..variable_calls import SequenceVariables, VariablesMark
@@ -430,7 +430,7 @@ class RemoteController:
             return
         # A compiled module may have 256 MiB, so calls that need the same module at the same time
         # wait until the first of them has loaded it.
-        with freeing_slot(), process.loading:
+        with locked(process.loading):
             if module in process.modules:
                 return
             loaded = load()
