@@ -137,7 +137,7 @@ class Database:
             ).fetchone()
             contents = (number, response.answer, response.body)
             run.execute("INSERT INTO contents VALUES (?, ?, ?)", contents)
-            _insert_items(run, number, items, 0)
+            _insert_items(run, user, number, items, 0)
             self._shrink(user)
         return True
 
@@ -172,12 +172,11 @@ class Database:
         The bytes of an item count as often as ``ids`` names the item."""
         found: dict[str, bytes] = {}
         sql = (
-            "SELECT data FROM items JOIN responses ON response = number"
-            " WHERE items.id = ? AND user = ? ORDER BY given, number DESC LIMIT 1"
+            "SELECT data FROM items WHERE user = ? AND id = ? ORDER BY given, response DESC LIMIT 1"
         )
         size = 0
         for id, count in Counter(ids).items():
-            row = self._connection.execute(sql, (id, user)).fetchone()
+            row = self._connection.execute(sql, (user, id)).fetchone()
             if row is not None:
                 found[id] = row[0]
                 size += count * len(row[0])
@@ -224,7 +223,7 @@ class Database:
             data
             for (data,) in self._connection.execute(
                 "SELECT data FROM items JOIN responses ON response = number"
-                " WHERE user = ? AND responses.id = ? AND given ORDER BY place",
+                " WHERE responses.user = ? AND responses.id = ? AND given ORDER BY place",
                 (user, id),
             )
         ]
@@ -269,7 +268,7 @@ class Database:
             [place] = run.execute(
                 "SELECT count(*) FROM items WHERE response = ?", (number,)
             ).fetchone()
-            _insert_items(run, number, items, place)
+            _insert_items(run, user, number, items, place)
             _replace_contents(run, number, response.answer)
             run.execute(
                 "UPDATE responses SET status = ?, owner = NULL, size = size + ?, used = ?"
@@ -426,8 +425,10 @@ def _replace_contents(run: sqlite3.Connection, number: int, answer: bytes) -> No
     run.execute("UPDATE contents SET answer = ?, body = NULL WHERE response = ?", (answer, number))
 
 
-def _insert_items(run: sqlite3.Connection, number: int, items: Sequence[Item], place: int) -> None:
+def _insert_items(
+    run: sqlite3.Connection, user: str, number: int, items: Sequence[Item], place: int
+) -> None:
     run.executemany(
-        "INSERT INTO items VALUES (?, ?, ?, ?, ?)",
-        [(number, place + i, one.given, one.id, one.data) for i, one in enumerate(items)],
+        "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)",
+        [(number, place + i, one.given, one.id, one.data, user) for i, one in enumerate(items)],
     )

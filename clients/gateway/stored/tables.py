@@ -13,7 +13,7 @@ from .write_turns import BUSY_S, WriteTurns
 log = logging.getLogger(__name__)
 
 FILE = "responses.sqlite"
-VERSION = 2
+VERSION = 3
 """The version of the tables, which the file stores as ``user_version``."""
 
 # SQLite reads and writes whole rows. The rows of ``responses`` are updated and searched often, so
@@ -45,9 +45,10 @@ CREATE TABLE IF NOT EXISTS items (
     given INTEGER NOT NULL,
     id TEXT NOT NULL,
     data BLOB NOT NULL,
+    user TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (response, place)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS item_ids ON items (id);
+CREATE INDEX IF NOT EXISTS items_of_users ON items (user, id, given, response DESC);
 CREATE TABLE IF NOT EXISTS events (
     response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
     first INTEGER NOT NULL,
@@ -69,6 +70,14 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
     DELETE FROM users WHERE user = old.user AND responses = 0;
 END;
 """
+
+FROM_VERSION_2 = """
+ALTER TABLE items ADD COLUMN user TEXT NOT NULL DEFAULT '';
+UPDATE items SET user = (SELECT user FROM responses WHERE number = response);
+DROP INDEX item_ids;
+"""
+"""Changes the tables of version 2. Without the users, a search for the items of a user read the
+items of all users that had the same id."""
 
 
 def connect(folder: Path) -> sqlite3.Connection:
@@ -110,14 +119,16 @@ def _connection(path: str) -> sqlite3.Connection:
 
 
 def _with_tables(connection: sqlite3.Connection) -> sqlite3.Connection:
-    [version] = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, VERSION):
-        raise sqlite3.DatabaseError(
-            f"the file has version {version} of the tables; this gateway needs version {VERSION}"
-        )
     turns = WriteTurns(connection)
     with closing(turns), turns.next():
+        [version] = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, 2, VERSION):
+            raise sqlite3.DatabaseError(
+                f"the file has version {version} of the tables; this gateway needs version "
+                f"{VERSION}"
+            )
+        change = FROM_VERSION_2 if version == 2 else ""
         connection.executescript(
-            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
+            f"BEGIN IMMEDIATE; {change} {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
         )
     return connection

@@ -295,6 +295,43 @@ def test_a_file_that_cannot_be_used_is_reported(
     found.close()
 
 
+VERSION_2 = """
+DROP INDEX items_of_users;
+ALTER TABLE items DROP COLUMN user;
+CREATE INDEX item_ids ON items (id);
+PRAGMA user_version = 2;
+"""
+
+
+def test_the_items_of_an_earlier_release_are_found(tmp_path: Path) -> None:
+    earlier = Database(tmp_path)
+    for user in ("ann", "ben"):
+        earlier.save(user, stored("1"), [Item("a", user.encode(), given=False)])
+    earlier._connection.executescript(VERSION_2)
+    earlier.close()
+    for _ in range(2):
+        found = Database(tmp_path)
+        assert found.items("ann", ["a"]) == {"a": b"ann"}
+        assert found.items("ben", ["a"]) == {"a": b"ben"}
+        found.close()
+
+
+def test_many_items_of_others_with_the_same_id_are_not_read(database: Database) -> None:
+    database.save("ann", stored("1"), [Item("a", b"1", given=False)])
+
+    def steps() -> int:
+        """The number of hundreds of steps of SQLite's virtual machine in a search."""
+        counted: list[int] = []
+        database._connection.set_progress_handler(lambda: counted.append(1), 100)
+        assert database.items("ann", ["a"]) == {"a": b"1"}
+        database._connection.set_progress_handler(None, 100)
+        return len(counted)
+
+    before = steps()
+    database.save("ben", stored("1"), [Item("a", b"2", given=False)] * 5_000)
+    assert steps() <= before + 1
+
+
 def test_only_the_owner_may_read_the_file(database: Database, tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{FILE}*")} == {0o600}
 
