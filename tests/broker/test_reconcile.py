@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 from tokenbus.broker.lifecycle import RequestState
@@ -57,8 +58,9 @@ def test_the_order_of_the_reports_does_not_decide(client: Progress | None) -> No
 
 @pytest.mark.parametrize("field", ["cancelled", "attached", "over", "complete", "reused"])
 def test_what_the_broker_knows_better_is_not_replaced(field: str) -> None:
+    better: dict[str, Any] = {field: True}
     for copy, other in product(PROGRESS, (None, *PROGRESS)):
-        known = replace(UNKNOWN, other=other, **{field: True})
+        known = replace(UNKNOWN, other=other, **better)
         assert judge(copy, False, known) is Verdict.DROP
 
 
