@@ -280,7 +280,8 @@ def encodable_entry(
     processed: float | None = None,
     kept: Kept | None = None,
 ) -> PlainToken:
-    """The same entry as ``plain_entry``, as a ``PlainToken``."""
+    """Makes the entry that a row represents as a ``PlainToken``. The arguments are those of
+    ``plain_entry``."""
     return PlainToken(
         token,
         stream_id,
