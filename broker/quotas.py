@@ -114,8 +114,9 @@ class Quotas:
     def may_adopt(self, session: Session, brokers: int) -> bool:
         """Whether a session may have another stream that a worker has reported. Each of the
         ``brokers`` counts live streams by itself, so all of them together allow this number of
-        times the bound of one broker. The factor is at least 2, so that a bound that was lowered
-        does not end streams after a restart."""
+        times the bound of one broker. The factor is at least 2: a worker of an earlier release does
+        not report its brokers, and a bound that was lowered must not end streams after a
+        restart."""
         factor = max(2, brokers)
         if session.num_live >= factor * self._state.settings.max_streams:
             return False

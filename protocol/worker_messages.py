@@ -114,7 +114,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     registration: Id = 0
     """The number of the lease that this message begins or updates. A worker numbers its leases from
     1; a worker of an earlier release sends 0."""
-    brokers: Annotated[int, Meta(ge=1)] = 2
+    brokers: Annotated[int, Meta(ge=1)] = 1
     """From a GPU worker: the number of brokers of the worker. A worker of an earlier release does
     not send it."""
 
