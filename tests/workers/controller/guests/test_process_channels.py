@@ -15,6 +15,7 @@ import wasmtime
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests import remote
 from tokenbus.workers.controller.guests.channel import AREA_BYTES, SHARED_BYTES, ChannelFiles
 from tokenbus.workers.controller.guests.messages import Prompt
 from tokenbus.workers.controller.guests.process import (
@@ -23,7 +24,7 @@ from tokenbus.workers.controller.guests.process import (
     GuestDied,
     GuestProcess,
 )
-from tokenbus.workers.controller.pool import Pool
+from tokenbus.workers.controller.pool import Pool, locked
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 
 from ....processes import until
@@ -191,16 +192,25 @@ def test_a_long_message_that_a_process_does_not_read_occupies_no_slot(runtime: R
     pool.close()
 
 
-def test_calls_that_need_the_same_module_load_it_once(runtime: Runtime) -> None:
+def test_calls_that_need_the_same_module_load_it_once(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each call serialized the module, which may have 256 MiB, and sent it to the process."""
     compiled = wasmtime.Module(engine, compile_guest(CALM, "-Wno-unused-parameter"))
     loads: list[int] = []
-    both = threading.Event()
+    came = threading.Semaphore(0)
+
+    def noted(lock: threading.Lock) -> contextlib.AbstractContextManager[None]:
+        came.release()
+        return locked(lock)
 
     def load() -> Loaded:
         loads.append(1)
-        both.wait(1)
+        for _ in range(4):
+            assert came.acquire(timeout=60), "not all calls need the module"
         return Loaded("native", compiled)
+
+    monkeypatch.setattr(remote, "locked", noted)
 
     programs = [runtime.runtime.program("loads once", "module", load) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
