@@ -80,7 +80,8 @@ def test_the_guest_user_is_another_user_than_the_workers(overlay: str, tmp_path:
     pod = found["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert pod["securityContext"]["runAsUser"] == 0
-    assert container["securityContext"]["capabilities"]["add"] == ["SETUID", "SETGID", "KILL"]
+    added = container["securityContext"]["capabilities"]["add"]
+    assert added == ["SETUID", "SETGID", "KILL", "SYS_NICE"]
     given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     assert given["TOKENBUS_GUEST_USER"] == "nobody"
     assert int(given["TOKENBUS_GUEST_PROCESSES"]) > 0

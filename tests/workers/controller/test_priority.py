@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tokenbus.workers.controller import priority
@@ -27,80 +29,130 @@ lower_priority()
 print("lowered", flush=True)
 input()
 """
+OF_LEADER = f"""
+import os, subprocess, sys
+os.setsid()
+process = subprocess.Popen([sys.executable, "-c", {LOWERS!r}], stdout=subprocess.PIPE)
+print(process.stdout.readline().decode().strip(), process.pid, flush=True)
+process.wait()
+"""
 
 
-def niceness(pid: int) -> tuple[int, int | None]:
-    """The nice values of a process and of its session; None if sessions have none."""
-    grouped = None
-    if GROUPED:
-        grouped = int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
-    return os.getpriority(os.PRIO_PROCESS, pid), grouped
+class Seen(NamedTuple):
+    """What the kernel says about the priority of a process."""
+
+    nice: int
+    policy: int
+    of_session: int | None
+    """The nice value of the session; None if the process does not lead a session, or if sessions
+    have no nice values."""
 
 
-def lowered(value: int) -> tuple[int, int | None]:
-    """The nice values after ``value`` was set."""
-    return value if priority._MAY_RAISE else CLIENT_NICENESS, value if GROUPED else None
+def seen(pid: int) -> Seen:
+    """The priority of a process."""
+    of_session = None
+    if GROUPED and os.getsid(pid) == pid:
+        of_session = int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+    return Seen(os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), of_session)
 
 
-@pytest.fixture
-def pid() -> Iterator[int]:
-    """A process with a lowered priority."""
+def expected(pid: int, low: bool) -> Seen:
+    """The usual priority of a process, or its priority during a long call."""
+    of_session = LOW_NICENESS if low else CLIENT_NICENESS
+    return Seen(
+        CLIENT_NICENESS,
+        os.SCHED_IDLE if low and priority._MAY_RAISE else os.SCHED_OTHER,
+        of_session if GROUPED and os.getsid(pid) == pid else None,
+    )
+
+
+@pytest.fixture(params=["in the session", "of a leader"])
+def pid(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process with a lowered priority. The process that starts it leads a session or not."""
+    code = LOWERS if request.param == "in the session" else OF_LEADER
     with subprocess.Popen(
-        [sys.executable, "-c", LOWERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"lowered\n"
-        yield process.pid
-        process.kill()
+        said, *numbers = process.stdout.readline().split()
+        assert said == b"lowered"
+        lowered = int(numbers[0]) if numbers else process.pid
+        yield lowered
+        with suppress(ProcessLookupError):
+            os.kill(lowered, signal.SIGKILL)
 
 
-def test_a_process_becomes_a_session_with_a_low_priority(pid: int) -> None:
-    assert os.getsid(pid) == pid
-    assert niceness(pid)[0] == CLIENT_NICENESS
-    assert niceness(pid)[1] in (CLIENT_NICENESS, None)
+def test_a_process_gets_a_low_priority_and_a_group_or_a_session(
+    pid: int, request: pytest.FixtureRequest
+) -> None:
+    assert os.getpgid(pid) == pid
+    assert seen(pid) == expected(pid, low=False)
+    if "leader" in request.node.name or not priority._MAY_RAISE:
+        assert os.getsid(pid) == pid
+    elif os.getsid(0) != os.getpid():
+        assert os.getsid(pid) == os.getsid(0)
 
 
 def test_the_priority_is_lowered_from_a_long_call_until_no_call_runs(pid: int) -> None:
     watched = Priority(pid)
-    becomes(watched, pid, CLIENT_NICENESS, 1.0, 0.01)
-    becomes(watched, pid, CLIENT_NICENESS, 0.0, 1.0)
-    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
-    becomes(watched, pid, LOW_NICENESS, 0.0, 0.01)
-    becomes(watched, pid, CLIENT_NICENESS, 0.0, None)
+    becomes(watched, pid, False, 1.0, 0.01)
+    becomes(watched, pid, False, 0.0, 1.0)
+    becomes(watched, pid, True, 0.9, 1.0)
+    becomes(watched, pid, True, 0.0, 0.01)
+    becomes(watched, pid, False, 0.0, None)
 
 
 def test_a_call_that_gets_little_cpu_time_has_the_usual_priority_again(pid: int) -> None:
     watched = Priority(pid)
-    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
-    becomes(watched, pid, CLIENT_NICENESS, 0.02, STARVED_S + 1)
-    becomes(watched, pid, CLIENT_NICENESS, 0.9, STARVED_S + 2)
+    becomes(watched, pid, True, 0.9, 1.0)
+    becomes(watched, pid, True, 0.9, STARVED_S + 1)
+    becomes(watched, pid, False, 0.02, STARVED_S + 2)
+    becomes(watched, pid, False, 0.15, STARVED_S + 3)
 
 
 def test_a_value_that_the_kernel_refuses_is_set_later(
     pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, text: str) -> None:
+    def refuse(of: int, value: int) -> None:
         monkeypatch.undo()
-        raise BlockingIOError(f"{path} does not accept {text} now")
+        raise BlockingIOError(f"the session {of} does not accept {value} now")
 
     watched = Priority(pid)
-    monkeypatch.setattr(Path, "write_text", refuse)
-    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
+    monkeypatch.setattr(priority, "_set_autogroup", refuse)
+    becomes(watched, pid, True, 0.9, 1.0)
 
 
-def becomes(watched: Priority, pid: int, value: int, share: float, call_s: float | None) -> None:
-    """Calls ``watch`` until the process has a nice value."""
+def becomes(watched: Priority, pid: int, low: bool, share: float, call_s: float | None) -> None:
+    """Calls ``watch`` until the process has the expected priority."""
 
     def set_again() -> bool:  # The kernel may refuse a value that is set soon after another.
         watched.watch(share, call_s)
-        return niceness(pid) == lowered(value)
+        return seen(pid) == expected(pid, low)
 
-    until(set_again, 60, f"a nice value of {value}")
+    until(set_again, 60, f"the priority {expected(pid, low)}, not {seen(pid)}")
+
+
+def test_a_long_call_of_this_process_has_a_lower_priority() -> None:
+    """The main thread computes until its policy has changed."""
+    code = """
+import os, threading
+from tokenbus.workers.controller import priority
+priority.MIN_SHARE, priority.STARVED_S = -1.0, 1e9
+priority.lower_priority()
+with priority.long_call():
+    main = threading.get_native_id()
+    if priority._MAY_RAISE:
+        while os.sched_getscheduler(main) != os.SCHED_IDLE: pass
+assert os.sched_getscheduler(main) == os.SCHED_OTHER
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_process_that_has_ended_is_left_alone(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ChildProcessError):  # It may be a child of a child.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     Priority(1 << 22).watch(1.0, 1.0)
     Priority(pid).watch(1.0, 1.0)
 
@@ -116,7 +168,7 @@ def test_a_guest_process_has_a_lower_priority_during_a_long_call(
         pid = stop(sequence)
         call = threading.Thread(target=sequence.round)
         call.start()
-        until(lambda: niceness(pid) == lowered(LOW_NICENESS), 60, "a lower priority")
+        until(lambda: seen(pid) == expected(pid, low=True), 60, "a lower priority")
         os.kill(pid, signal.SIGCONT)
         call.join()
-        until(lambda: niceness(pid) == lowered(CLIENT_NICENESS), 60, "the usual priority")
+        until(lambda: seen(pid) == expected(pid, low=False), 60, "the usual priority")

@@ -180,9 +180,6 @@ class Zygote:
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
         """Runs a guest process in the process that the fork has just created."""
         try:
-            # The process becomes a separate session. If the kernel divides CPU time among sessions
-            # (autogroup), all threads of this process together get one share.
-            os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(0)
@@ -203,6 +200,7 @@ class Zygote:
     def _run_trusted(self, control: socket.socket, process: guest.GuestProcess) -> None:
         """Runs code of the operator. The process keeps the worker's rights and writes to the
         worker's log."""
+        os.setpgid(0, 0)  # Ctrl-C at a terminal does not reach the process.
         bound_memory(self._memory_bytes)
         _close_files(control)
         with captured():

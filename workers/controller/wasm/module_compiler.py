@@ -32,7 +32,7 @@ from ....protocol.decoders import json_decoder, msgpack_decoder
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ....protocol.python_command import plain_environment, python_command
 from ..limits import Limits
-from ..priority import lower_priority
+from ..priority import long_call, lower_priority
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
 from ..scripts.sources import Source, check_program
@@ -250,10 +250,15 @@ def _run(task: _Task) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * COMPILED_BYTES, 2 * COMPILED_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if task.kind != "interpreter":  # Streams have priority over uploads.
-        lower_priority()
-    if task.kind == "script":
-        return _check(task)
+    if task.kind == "interpreter":
+        return _translate(task)
+    lower_priority()  # Streams have priority over uploads.
+    with long_call():
+        return _check(task) if task.kind == "script" else _translate(task)
+
+
+def _translate(task: _Task) -> int:
+    """Compiles a module, and prints what was found in it and its compiled form."""
     wasm = task.given
     try:
         if task.kind == "interpreter":

@@ -260,11 +260,11 @@ def test_the_kernel_ends_guest_processes_first_if_memory_runs_out() -> None:
         assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 1000
 
 
-def test_each_guest_process_has_a_session_so_that_its_threads_share_one_part_of_the_cpu() -> None:
+def test_each_guest_process_has_a_process_group() -> None:
     with running() as runtime:
         sequence = Sequence(runtime.program(CALM))
         pid = sequence.controller._process.pid  # type: ignore[attr-defined]
-        assert os.getsid(pid) == pid
+        assert os.getpgid(pid) == pid
 
 
 def test_a_guest_process_cannot_write_to_the_log_of_its_worker() -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from .....protocol.decoders import msgpack_decoder
 from .....protocol.errors import RequestError
-from ...priority import lower_priority
+from ...priority import long_call, lower_priority
 from ...task_pipes import read, write
 from .bounds import STACK_BYTES
 from .tasks import Done, Task
@@ -70,7 +70,8 @@ def _serve() -> None:
         # process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
-        reply = msgspec.msgpack.encode(_done(task))
+        with long_call():
+            reply = msgspec.msgpack.encode(_done(task))
         signal.setitimer(signal.ITIMER_PROF, 0)
         write(sys.stdout.buffer, reply)
     os._exit(0)
@@ -83,3 +84,4 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=_serve).start()
+    threading.stack_size(0)  # The other threads have the usual stack.
