@@ -61,7 +61,9 @@ class VariableCalls:
     ) -> None:
         self._post = post
         self._post_later = post_later or post
-        self._calls: dict[_Name, _Call] = {}
+        self._calls: dict[_Name, list[_Call]] = {}
+        """The calls of ``perform`` that wait. Two attempts of a request may wait for the same
+        operation: one that has just ended, and its successor."""
         self._sent: dict[_Name, _Sent] = {}
         """The operations of ``send``, in their order."""
         self._next_check_s = 0.0
@@ -112,7 +114,7 @@ class VariableCalls:
         name = (link, operation.request, operation.lineage, operation.count)
         call = _Call()
         with self._lock:
-            self._calls[name] = call
+            self._calls.setdefault(name, []).append(call)
         frames = _frames(operation)
         try:
             # The call is added to the table before this check. If the request ends after the check,
@@ -126,8 +128,8 @@ class VariableCalls:
                         break
         finally:
             with self._lock:
-                # A later attempt of the request may already wait for the same operation.
-                if self._calls.get(name) is call:
+                self._calls[name].remove(call)
+                if not self._calls[name]:
                     del self._calls[name]
         answer = call.answer or call.refusal
         if answer is None:
@@ -146,13 +148,13 @@ class VariableCalls:
                 sent.refusal = answer.error or ""
             elif sent is not None:
                 del self._sent[name]
-            call = self._calls.get(name)
-            if call is not None and answer.again:
-                # The failure is temporary, so the operation is sent again until ``GIVE_UP_S`` has
-                # passed.
-                call.refusal = answer
-            elif call is not None:
-                call.give(answer)
+            for call in self._calls.get(name, ()):
+                if answer.again:
+                    # The failure is temporary, so the operation is sent again until ``GIVE_UP_S``
+                    # has passed.
+                    call.refusal = answer
+                else:
+                    call.give(answer)
         if sent is not None and not answer.again:
             sent.answered(answer)
 
@@ -162,9 +164,10 @@ class VariableCalls:
         with self._lock:
             for name in [name for name in self._sent if name[:2] == (link, request)]:
                 del self._sent[name]
-            for (sent_over, owner, lineage, count), call in self._calls.items():
+            for (sent_over, owner, lineage, count), calls in self._calls.items():
                 if (sent_over, owner) == (link, request):
-                    call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
+                    for call in calls:
+                        call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
 
 
 def _no_answer() -> str:
