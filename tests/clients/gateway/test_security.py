@@ -143,6 +143,7 @@ def test_only_named_sites_may_use_it(guarded: Gateway) -> None:
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization",
         },
+        timeout=300,
     )
     assert preflight.status_code == 200
 

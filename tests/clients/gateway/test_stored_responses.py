@@ -404,7 +404,8 @@ def test_an_item_is_stored_without_its_unknown_fields(gateway: Gateway) -> None:
     asked = {"role": "user", "id": "msg_a", "content": [part], "unknown": large}
     answer = post(gateway, [asked, {"type": "unknown", "id": "x_a", "unknown": large[:9]}])
     assert answer["store"] is True
-    listed = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}/input_items?order=asc")
+    url = f"{gateway.url}/v1/responses/{answer['id']}/input_items?order=asc"
+    listed = httpx.get(url, timeout=300)
     message, other = listed.json()["data"]
     assert message == {
         "type": "message",
@@ -422,7 +423,7 @@ def test_a_response_with_large_items_is_answered_but_not_stored(gateway: Gateway
     asked = {"role": "user", "content": "hello", "status": "x" * bounds.MAX_RESPONSE_BYTES}
     answer = post(gateway, [asked])
     assert (answer["status"], answer["store"]) == ("incomplete", False)
-    found = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}")
+    found = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}", timeout=300)
     assert found.status_code == 404
     refused = post(gateway, [asked], background=True)["error"]
     assert refused["code"] == "too_large"
