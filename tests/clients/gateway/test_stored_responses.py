@@ -528,7 +528,7 @@ def test_a_response_in_the_background_outlives_its_gateway(
             ben.responses.cancel(id)
         assert other.responses.retrieve(id).status in ("queued", "in_progress")
         first.process.kill()
-        with sqlite3.connect(bus.folder / FILE) as database:
+        with sqlite3.connect(bus.folder / FILE, timeout=120.0) as database:
             # The killed gateway's lease on the response expires now.
             database.execute("UPDATE responses SET lease = 0 WHERE id = ?", (id,))
         rest = other.responses.retrieve(id, stream=True, starting_after=seen[3].sequence_number)
