@@ -26,7 +26,7 @@ from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
 
-from ..processes import Bus, clean_environment, free_port, until
+from ..processes import Bus, clean_environment, free_port, until, without_hint
 
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 PROMPT = "def add(a, b):"
@@ -39,7 +39,7 @@ def tokenbus(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command of ``tokenbus`` to its end."""
     front = {"front": bus.front} if bus is not None else {}
-    return subprocess.run(
+    done = subprocess.run(
         [TOKENBUS, *arguments],
         env=clean_environment(**front, **settings),
         cwd="/tmp",
@@ -49,6 +49,8 @@ def tokenbus(
         timeout=300,
         check=False,
     )
+    done.stderr = without_hint(done.stderr)
+    return done
 
 
 def test_generate_prints_the_text_and_nothing_else(bus: Bus) -> None:
