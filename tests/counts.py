@@ -8,12 +8,15 @@ is imported.
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 CI_EXAMPLES, LONG_EXAMPLES = 50, 1000
 
-settings.register_profile("ci", max_examples=CI_EXAMPLES, deadline=None, derandomize=True)
-settings.register_profile("long", max_examples=LONG_EXAMPLES, deadline=None)
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Settings with which neither slow examples nor slow draws fail a test."""
+
+settings.register_profile("ci", UNTIMED, max_examples=CI_EXAMPLES, derandomize=True)
+settings.register_profile("long", UNTIMED, max_examples=LONG_EXAMPLES)
 settings.load_profile("ci")
 
 

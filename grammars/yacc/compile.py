@@ -24,7 +24,7 @@ MAX_TERMINALS = 4096
 MAX_LENGTH = 4096
 """Maximum number of symbols of one alternative."""
 EXAMPLE_SECONDS = 2.0
-"""Maximum time in seconds for finding examples, for all conflicts together."""
+"""Maximum CPU time in seconds for finding examples, for all conflicts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,11 @@ def compile_grammar(
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
     Raises GrammarError if the grammar cannot be parsed, fails a check, exceeds a bound, or needs
-    more than ``max_states`` parser states or ``max_seconds`` seconds. If the fault has a single
-    place, the error has its line and column.
+    more than ``max_states`` parser states or ``max_seconds`` seconds. Seconds are CPU time of this
+    thread, so a grammar does not fail because the machine is busy. If the fault has a single place,
+    the error has its line and column.
     """
-    deadline = time.monotonic() + max_seconds
+    deadline = time.thread_time() + max_seconds
     grammar = number_grammar(read_source(text))
     for count, limit, what in (
         (len(grammar.productions), MAX_PRODUCTIONS, "alternatives"),
@@ -65,8 +66,8 @@ def compile_grammar(
     states = build_automaton(items, max_states=min(max_states, MAX_STATES), deadline=deadline)
     tables, choices = make_tables(grammar, states)
     lexemes = preferred_first(grammar)
-    lexer = _lexer(grammar, lexemes, max(deadline - time.monotonic(), 0.1))
-    until = min(time.monotonic() + EXAMPLE_SECONDS, deadline)
+    lexer = _lexer(grammar, lexemes, max(deadline - time.thread_time(), 0.1))
+    until = min(time.thread_time() + EXAMPLE_SECONDS, deadline)
     conflicts = explain_conflicts(grammar, items, states, choices, until)
     joined = _join(grammar, items, states, tables, lexemes, lexer)
     if grammar.lexer_rules is LexerRules.AICI:

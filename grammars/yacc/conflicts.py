@@ -50,7 +50,7 @@ def explain_conflicts(
     deadline: float,
 ) -> tuple[Conflict, ...]:
     """Describes the conflicts as text, in the order of the states. After ``deadline`` (a value of
-    ``time.monotonic()``), no more examples are searched."""
+    ``time.thread_time()``), no more examples are searched."""
     shortest = _Shortest(grammar) if choices else None
     found: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
@@ -63,7 +63,7 @@ def explain_conflicts(
         seen.add(key)
         reduced = choice.dropped if choice.dropped is not None else choice.kept
         path = None
-        if reduced is not None and time.monotonic() < deadline:
+        if reduced is not None and time.thread_time() < deadline:
             path = _path(items, states, choice.state, reduced, choice.terminal, shortest, deadline)
         terminal = grammar.terminals[choice.terminal]
         example = " ".join([*_spelled(grammar, shortest, path), "•", terminal]) if path else ""
@@ -171,7 +171,7 @@ def _path(
             return symbols[::-1]
         if cost > best[place]:
             continue
-        if len(best) % 4096 == 0 and time.monotonic() > deadline:
+        if len(best) % 4096 == 0 and time.thread_time() > deadline:
             return None
         at, item, follows = place
         symbol = items.next[item]

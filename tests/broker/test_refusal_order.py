@@ -15,6 +15,7 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
 from tokenbus.protocol.keys import OwnKey
+from tokenbus.transport import greeting
 from tokenbus.transport.dealer import Dealer
 from tokenbus.transport.greeting import GREETING_BYTES, SIGNATURE_AND_VERSION, mechanism_of
 
@@ -187,7 +188,10 @@ def test_a_refusal_that_has_arrived_is_reported_before_the_peer_checks_its_deadl
     assert peer.calls[:2] == ["connected", "refused"]
 
 
-def test_the_mechanism_is_read_from_each_kind_of_address(broker: KeyedBroker) -> None:
+def test_the_mechanism_is_read_from_each_kind_of_address(
+    broker: KeyedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeting, "GREETING_S", WAIT_S)
     name = f"@tokenbus-{broker.path.name}"
     plain = f"ipc://{name}"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..processes import Bus, clean_environment, until
+from ..processes import Bus, clean_environment, until, without_hint
 
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 PROMPT = "def add(a, b):"
@@ -17,7 +17,7 @@ PROMPT = "def add(a, b):"
 def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Runs a subcommand of ``tokenbus controller`` to its end."""
     front = {"front": bus.front} if bus is not None else {}
-    return subprocess.run(
+    done = subprocess.run(
         [TOKENBUS, "controller", *arguments],
         env=clean_environment(**front) | more,
         cwd="/tmp",
@@ -26,6 +26,8 @@ def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.Comple
         timeout=300,
         check=False,
     )
+    done.stderr = without_hint(done.stderr)
+    return done
 
 
 def start_long_run(bus: Bus, file: Path) -> subprocess.Popen[str]:

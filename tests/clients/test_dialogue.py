@@ -15,9 +15,10 @@ from tokenbus.clients import AsyncClient, Client
 from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUTS
 from tokenbus.protocol.scripts import marked_script
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from ..processes import Bus, Gateway, until
+from ..websocket import connect
 from ..workers.controller.wasm.guests import compile_guest
 from ..worlds.controllers import serving_main
 from .dialogues import C_SOURCE, MESSAGES, PYTHON, SCRIPTS, TURNS, answered, next_message

@@ -48,7 +48,8 @@ def used_names() -> set[str]:
 
 def scrape(url: str) -> Served:
     served: Served = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+    text = httpx.get(f"{url}/metrics", timeout=300).text
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             served.setdefault(sample.name, set()).update(sample.labels)
     return served

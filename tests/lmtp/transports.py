@@ -17,9 +17,10 @@ from typing import Any
 
 import zmq
 from tokenbus.inprocess import InProcess
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from ..processes import Bus, Gateway, clean_environment
+from ..websocket import connect
 
 WAIT_S = 120.0
 """Time in seconds after which a test fails if no message arrives."""

@@ -7,12 +7,14 @@ Each process of the system may have 64 open descriptors, and has a wall clock th
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -131,15 +133,18 @@ def test_a_broker_without_descriptors_serves_those_that_are_connected(system: Sy
 def test_a_gateway_without_descriptors_answers_when_it_has_some_again(system: System) -> None:
     body = {"model": "embedded", "prompt": PROMPT, "max_tokens": 3, "temperature": 0}
     url = f"{system.gateway.url}/v1/completions"
-    with httpx.Client(timeout=BOUND_S) as kept:
-        first = kept.post(url, json=body).json()
-        with system.undisturbed():
-            # This request keeps the connection open: the gateway closes a connection on which
-            # nothing has arrived for 5 s.
-            kept.post(url, json=body)
-            with connections(system.gateway.url, 2 * DESCRIPTORS):
-                # This request uses the open connection.
-                assert kept.post(url, json=body).json()["choices"] == first["choices"]
+    first = httpx.post(url, json=body, timeout=BOUND_S).json()
+    place, content = urlsplit(url), json.dumps(body).encode()
+    kept = HTTPConnection(str(place.hostname), place.port, timeout=BOUND_S)
+    with contextlib.closing(kept), system.undisturbed():
+        # The gateway closes a connection without a request after 5 s. So this request has begun.
+        kept.putrequest("POST", place.path)
+        kept.putheader("content-type", "application/json")
+        kept.putheader("content-length", str(len(content)))
+        kept.endheaders(content[:1])
+        with connections(system.gateway.url, 2 * DESCRIPTORS):
+            kept.send(content[1:])
+            assert json.load(kept.getresponse())["choices"] == first["choices"]
     until(lambda: system.gateway.answers, BOUND_S, "a gateway that answers")
     assert httpx.post(url, json=body, timeout=BOUND_S).json()["choices"] == first["choices"]
 

@@ -19,14 +19,15 @@ pytestmark = pytest.mark.process
 WAIT_S = 120.0
 PROGRAM = """
 import os, signal, subprocess, sys
-from tokenbus.workers.successor import successor_comes
+from tokenbus.workers import successor
+
+successor.ASK_S = 120.0
 
 def comes(number, frame):
-    child = [sys.executable, "-c",
-             "from tokenbus.workers.successor import successor_comes; print(successor_comes())"]
-    of_child = subprocess.check_output(child, text=True).strip()
+    code = "from tokenbus.workers import successor as s; s.ASK_S = 120; print(s.successor_comes())"
+    of_child = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
     with open("answers", "a") as answers:
-        print(os.getpid(), successor_comes(), of_child, file=answers)
+        print(os.getpid(), successor.successor_comes(), of_child, file=answers)
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, comes)
@@ -49,6 +50,7 @@ serverurl=unix://%(here)s/sock
 command={python} program.py
 directory=%(here)s
 startsecs=0
+stopwaitsecs=300
 """
 
 

@@ -173,7 +173,7 @@ def test_a_call_is_not_made_again_if_its_gateway_dies(
         begun = asked(other, "chat_counted", tool_choice=choice, background=True)
     until((folder / "counted").exists, 120.0, "a call")
     first.process.kill()
-    with sqlite3.connect(steered.folder / FILE) as database:
+    with sqlite3.connect(steered.folder / FILE, timeout=120.0) as database:
         # The killed gateway's lease on the response expires now.
         database.execute("UPDATE responses SET lease = 0 WHERE id = ?", (begun.id,))
     last = last_event(api, begun.id)

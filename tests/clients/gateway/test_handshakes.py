@@ -118,6 +118,7 @@ def test_a_handshake_that_takes_too_long_is_aborted(
 def test_a_new_handshake_replaces_the_oldest_one_of_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 10 * WAIT_S)
     monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", 8)
 
     async def main() -> None:
@@ -134,7 +135,11 @@ def test_a_new_handshake_replaces_the_oldest_one_of_its_address(
     run(main())
 
 
-def test_connections_that_one_proxy_opens_at_once_are_all_served(tmp_path: Path) -> None:
+def test_connections_that_one_proxy_opens_at_once_are_all_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 10 * WAIT_S)
+
     async def main() -> None:
         async with listening(tmp_path) as place:
             # More than 512 handshakes of one address are in progress before the first one ends.

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from tokenbus.clients import Client
 from tokenizers import Tokenizer
-from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway
+from ...websocket import connect
 
 pytestmark = pytest.mark.process
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway, free_port, until
+from ...websocket import connect
 
 pytestmark = pytest.mark.process
 

@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway, Process, free_port, until
+from ...websocket import connect
 from .stepped import Stepped, SteppedWorker, stepped_worker
 
 pytestmark = pytest.mark.process

@@ -15,11 +15,11 @@ import pytest
 from tokenbus.clients import Client
 from tokenbus.protocol.columns import TokenColumns, column_entries
 from tokenbus.protocol.messages import Token
-from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from ...processes import Bus, Gateway, until
+from ...websocket import connect, connect_async
 
 pytestmark = pytest.mark.process
 

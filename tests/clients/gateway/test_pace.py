@@ -19,9 +19,9 @@ import httpx
 import openai
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway, until
+from ...websocket import connect
 from .stepped import WAIT_S, SteppedWorker, stepped_worker
 
 pytestmark = pytest.mark.process

@@ -17,9 +17,9 @@ from tokenbus.clients.gateway.rollouts.refused import REFUSED
 from tokenbus.clients.gateway.users.keys import OPERATOR, hash_of, new_key
 from tokenbus.clients.operator import Operator
 from tokenbus.protocol.scripts import marked_script
-from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway
+from ...websocket import connect
 from ...workers.gpu.changed_weights import write_embedded
 
 pytestmark = pytest.mark.process

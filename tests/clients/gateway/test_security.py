@@ -16,10 +16,10 @@ import openai
 import pytest
 from tokenbus.clients.gateway.users.keys import ApiKeys, hash_of, new_key
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from ...processes import Bus, Gateway, Process, clean_environment, until
+from ...websocket import connect
 from ..wasm_guests import guest
 from .certificates import self_signed
 
@@ -143,6 +143,7 @@ def test_only_named_sites_may_use_it(guarded: Gateway) -> None:
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization",
         },
+        timeout=300,
     )
     assert preflight.status_code == 200
 

@@ -23,9 +23,10 @@ from tokenbus.clients.gateway.connections.websocket_protocol import (
 )
 from uvicorn.server import ServerState
 from websockets.exceptions import ConnectionClosedError
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from ...processes import Gateway
+from ...websocket import connect
 from .test_http_protocol import Transport
 
 REQUEST = b"GET /%d HTTP/1.1\r\nhost: localhost\r\n\r\n"

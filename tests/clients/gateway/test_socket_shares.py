@@ -18,9 +18,10 @@ from tokenbus.clients.gateway.tunnels.tunnel_requests import TunnelRequests
 from tokenbus.clients.gateway.users.user_shares import UserShares
 from tokenbus.protocol.errors import RequestError
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from ...processes import Bus, Gateway, until
+from ...websocket import connect
 from .stepped import WAIT_S, SteppedWorker, stepped_worker
 
 MOST = 6

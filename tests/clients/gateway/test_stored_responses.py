@@ -404,7 +404,8 @@ def test_an_item_is_stored_without_its_unknown_fields(gateway: Gateway) -> None:
     asked = {"role": "user", "id": "msg_a", "content": [part], "unknown": large}
     answer = post(gateway, [asked, {"type": "unknown", "id": "x_a", "unknown": large[:9]}])
     assert answer["store"] is True
-    listed = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}/input_items?order=asc")
+    url = f"{gateway.url}/v1/responses/{answer['id']}/input_items?order=asc"
+    listed = httpx.get(url, timeout=300)
     message, other = listed.json()["data"]
     assert message == {
         "type": "message",
@@ -422,7 +423,7 @@ def test_a_response_with_large_items_is_answered_but_not_stored(gateway: Gateway
     asked = {"role": "user", "content": "hello", "status": "x" * bounds.MAX_RESPONSE_BYTES}
     answer = post(gateway, [asked])
     assert (answer["status"], answer["store"]) == ("incomplete", False)
-    found = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}")
+    found = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}", timeout=300)
     assert found.status_code == 404
     refused = post(gateway, [asked], background=True)["error"]
     assert refused["code"] == "too_large"
@@ -527,7 +528,7 @@ def test_a_response_in_the_background_outlives_its_gateway(
             ben.responses.cancel(id)
         assert other.responses.retrieve(id).status in ("queued", "in_progress")
         first.process.kill()
-        with sqlite3.connect(bus.folder / FILE) as database:
+        with sqlite3.connect(bus.folder / FILE, timeout=120.0) as database:
             # The killed gateway's lease on the response expires now.
             database.execute("UPDATE responses SET lease = 0 WHERE id = ?", (id,))
         rest = other.responses.retrieve(id, stream=True, starting_after=seen[3].sequence_number)

@@ -14,9 +14,9 @@ from tokenbus.clients import OwnKey
 from tokenbus.clients.cli.main import main
 from tokenbus.clients.gateway.users.keys import ApiKeys, KeyFileError
 from tokenbus.protocol.tenants import Tenant
-from websockets.sync.client import connect
 
 from ...processes import Gateway, Process, clean_environment, free_port, until
+from ...websocket import connect
 from ...worlds.keyed_broker import KeyedBroker, Worker, registration
 
 WAIT_S = 120.0

@@ -190,7 +190,7 @@ def test_an_attempt_that_ends_leaves_the_same_operation_of_the_next_attempt_its_
 ) -> None:
     """Both attempts wait for the same operation. The second begins to wait before the first has
     stopped."""
-    monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(variable_calls, "GIVE_UP_S", 60.0)
     operation = Variable(1, 0, 1, "get", "name")
     done = VariableAnswer(1, 0, 1, version=1)
     posted = threading.Event()

@@ -161,7 +161,7 @@ def test_jobs_that_keep_their_slots_leave_a_slot_to_another_tenant(
 
     until(all_begun, BOUND_S, "no further job may begin")
     pool.submit([quick.set], tenant="ann")
-    begun = quick.wait(10)
+    begun = quick.wait(BOUND_S)
     over.set()
     until(lambda: not pool.busy, BOUND_S, "all jobs end")
     ends.set()

@@ -117,7 +117,7 @@ def test_a_request_has_the_tokens_that_it_has_on_a_thread(
 @pytest.mark.parametrize(
     ("name", "bound", "why"),
     [
-        ("Loops", "GRACE_S", "it used 0."),
+        ("Loops", "GRACE_S", "it used "),
         ("Loops", "MAX_WALL_S", "it did not answer within 0.1 s"),
         ("Blocks", "MAX_WALL_S", "it did not answer within 0.1 s"),
     ],
@@ -130,6 +130,8 @@ def test_a_class_that_hangs_is_killed_and_other_streams_go_on(
     other = Sequence(runtime.served("hanging:Calm", "another"))
     hung = Sequence(runtime.served(f"hanging:{name}", tenant))
     before = other.controller._process  # type: ignore[attr-defined]
+    # Only ``bound`` ends the call, however late the watchdog checks it.
+    monkeypatch.setattr(process_module, "GRACE_S", 3600.0)
     monkeypatch.setattr(process_module, bound, 0.1)
     with pytest.raises(ControllerError) as caught:
         hung.round()
@@ -225,5 +227,5 @@ def test_a_controller_that_cannot_be_loaded_is_refused_at_the_start() -> None:
 def test_variables_of_the_environment_reach_trusted_code_only(runtime: Runtime) -> None:
     calm = Sequence(runtime.served("hanging:Calm"))
     calm.round()
-    [pid, *_] = runtime.table.pids()
+    pid = calm.controller._process.pid  # type: ignore[attr-defined]
     assert b"PYTHONPATH=" + os.fsencode(ROOT) in Path(f"/proc/{pid}/environ").read_bytes()

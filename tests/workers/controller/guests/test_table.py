@@ -42,6 +42,7 @@ def test_a_tenant_is_refused_while_all_processes_run(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tenant_waits_until_a_process_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "MAX_WAIT_S", 60.0)
     monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
     monkeypatch.setattr(table_module, "TURN_S", 3600.0)
     with running(most=1) as runtime:

@@ -4,10 +4,12 @@ the machines that need them."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.header import Header, decode_header
 from tokenbus.protocol.worker_messages import FetchModule, ModuleBytes, ModuleTable
 from tokenbus.workers.bus import FromBus
+from tokenbus.workers.controller import module_calls
 from tokenbus.workers.controller.module_calls import ModuleCalls
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
@@ -228,8 +231,12 @@ def test_other_bytes_than_the_id_says_are_refused_and_another_machine_is_chosen(
 
 
 def test_bytes_that_nobody_has_right_are_an_error_that_says_what_to_do(
-    machines: Machines,
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A fetch ends after 20 looks at this clock, however long the machine takes for them.
+    looks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 0.01 * next(looks))
+    monkeypatch.setattr(module_calls, "time", clock)
     one, two = machines.add(), machines.add(fetch_s=0.2)
     name = one.put("anna", module(1)).module
     machines.tamper = lambda machine, wasm: wasm[:-1]
