@@ -51,7 +51,7 @@ class Statuses:
                 "a list of streams, tools or metrics",
                 "read the earlier answers first",
             )
-        described = self._tools.described(session, message.tools)
+        described = self._tools.described(session, message.tools, carried=message.own)
         status = status_of(state)
         status.tools = described
         if message.streams:

@@ -140,12 +140,13 @@ class Tools:
             if found is not None:
                 self._out.to_worker(found, b"END", End(requests=[request.id]))
 
-    def described(self, session: Session, names: Iterable[str]) -> list[Tool]:
-        """The descriptions of the tools with these names. Raises RequestError if a client's
-        programs may not call a tool, or if no worker serves it."""
+    def described(self, session: Session, names: Iterable[str], *, carried: bool) -> list[Tool]:
+        """The descriptions of the tools with these names. ``carried``: whether a gateway asks for
+        one of its users. Raises RequestError if a client's programs may not call a tool, or if no
+        worker serves it."""
         found = []
         for name in names:
-            self._check_allowed(session, name)
+            self._check_allowed(session, name, carried=carried)
             found.append(self._serving(name)[0].tools[name])
         return found
 
@@ -191,7 +192,9 @@ class Tools:
                 f"the call of the tool {call.tool!r} was interrupted, and its answer is lost; the "
                 "tool may have done its work, and is not called again",
             )
-        self._check_allowed(request.session, call.tool)
+        # A user of a gateway may have a session without HELLO. The broker then knows only by the
+        # group of the request that the request comes from a gateway.
+        self._check_allowed(request.session, call.tool, carried=bool(request.fields.group))
         if sum(not each.answered for each in calls.values()) >= MAX_CALLS:
             raise RequestError(
                 Code.CLIENT_LIMIT,
@@ -205,13 +208,14 @@ class Tools:
         worker.calls.add(id_of(call))
         return passed
 
-    def _check_allowed(self, session: Session, tool: str) -> None:
-        """Raises RequestError if a client's programs may not call a tool."""
+    def _check_allowed(self, session: Session, tool: str, *, carried: bool) -> None:
+        """Raises RequestError if a client's programs may not call a tool. ``carried``: whether the
+        client is a gateway that sends the request of a user."""
         allowed = self._state.keyring.client(session.key)
         patterns: Iterable[str] = self._state.settings.allow_tools
         if allowed is not None and allowed.tools is not None:
             patterns = allowed.tools
-        elif self._state.is_operator(session):
+        elif self._state.is_operator(session) and not carried:
             return
         if not any(fnmatchcase(tool, pattern) for pattern in patterns):
             raise RequestError(

@@ -6,10 +6,12 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
+
+from msgspec import json
 
 from ..protocol.columns import plain_entry
 from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError
@@ -29,6 +31,12 @@ def check_input(text: object) -> None:
     if size > MAX_INPUT_BYTES:
         what = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
         raise RequestError(Code.TOO_LARGE, what)
+
+
+def _output_bytes(entry: Token) -> int:
+    """Number of bytes of the logs, the messages and the writes of a program in an entry."""
+    size = len(entry.logs) + sum(map(len, entry.messages))
+    return size + len(json.encode(entry.storage)) if entry.storage else size
 
 
 class _Reader:
@@ -291,6 +299,9 @@ class AsyncStream(_Reader):
     ) -> None:
         super().__init__(client, connection, call, on_system, collected)
         self._max_unread = max_unread
+        self.hold: Callable[[int], None] | None = None
+        """Counts bytes that the stream stores until its end: the logs, messages and writes of a
+        program. Raises TokenbusError if there is no room; the stream then ends with this error."""
         self._overflowed = False
         self._waiters: list[asyncio.Future[None]] = []
         """A future for each task that waits for an event."""
@@ -314,7 +325,7 @@ class AsyncStream(_Reader):
     def _take(self, arrived: Sequence[Event]) -> None:
         """Stores arrived events, up to the maximum number of unread entries. Called on the event
         loop."""
-        if self._fits(len(arrived)):
+        if self._fits(len(arrived)) and self._holds(arrived):
             self._unread.extend(arrived)
             if self._to_end and isinstance(arrived[-1], Token):
                 self._collect()
@@ -341,12 +352,29 @@ class AsyncStream(_Reader):
             self._collect()
             if len(unread) + count <= limit:
                 return True
+        what = f"the stream was cancelled, because its reader left more than {limit} entries unread"
+        self._overflow(SlowClientError(Code.SLOW_CLIENT, what))
+        return False
+
+    def _holds(self, arrived: Sequence[Event]) -> bool:
+        """Whether ``hold`` has room for the outputs of a program in these events. The first output
+        that does not fit ends the stream."""
+        size = sum(_output_bytes(one) for one in arrived if isinstance(one, Token))
+        if not size or self.hold is None:
+            return True
+        try:
+            self.hold(size)
+        except TokenbusError as error:
+            self._overflow(error)
+            return False
+        return True
+
+    def _overflow(self, error: TokenbusError) -> None:
+        """Cancels the request, and ends the stream with an error."""
         self._overflowed = True
         self._connection.cancel(self._call)
-        what = f"the stream was cancelled, because its reader left more than {limit} entries unread"
-        unread.append(Ended(SlowClientError(Code.SLOW_CLIENT, what)))
+        self._unread.append(Ended(error))
         self._wake()
-        return False
 
     def _wake(self) -> None:
         """Wakes the tasks that wait for an event."""

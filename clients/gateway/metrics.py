@@ -7,8 +7,11 @@ with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -27,8 +30,10 @@ from starlette.routing import BaseRoute, Route
 from ...protocol.errors import TokenbusError
 from ...protocol.messages import Status
 from ...protocol.metrics import Series
-from .context import gateway_of
+from .context import Gateway, gateway_of
 from .openapi import Operation
+from .users.turns import Turns, on_thread
+from .users.user_shares import SharedClient
 
 PREFIX = "tokenbus:"
 ASK_S = 5.0
@@ -139,6 +144,11 @@ FAMILIES = {
 """Every metric, by its name without the prefix. A counter's name gets the suffix ``_total``."""
 
 
+_scrapes: WeakKeyDictionary[SharedClient, Scrapes] = WeakKeyDictionary()
+"""The scrapes of each bus client. Each tenant has its own bus client, which the broker may
+refuse."""
+
+
 def routes() -> list[BaseRoute]:
     """The route ``/metrics``."""
     return [Route("/metrics", metrics, methods=["GET"])]
@@ -152,14 +162,69 @@ def operations() -> list[Operation]:
 async def metrics(request: Request) -> Response:
     """All metrics, in the format that the scraper accepts."""
     gateway = gateway_of(request)
+    scrapes = _scrapes.setdefault(gateway.client, Scrapes())
+    accepted = request.headers.get("accept", "")
+    content, content_type = await scrapes.answer(partial(_series, gateway), accepted)
+    return Response(content, media_type=None, headers={"content-type": content_type})
+
+
+async def _series(gateway: Gateway) -> list[Series]:
+    """The present metrics."""
     try:
         status = await gateway.client.status(metrics=True, timeout_s=ASK_S)
     except TokenbusError:
         status = None
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Snapshot([*of_status(status), *gateway.traffic.series()]))
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(registry), media_type=None, headers={"content-type": content_type})
+    return [*of_status(status), *gateway.traffic.series()]
+
+
+class Scrapes:
+    """Answers scrapes. Scrapes that arrive at the same time share the question to the broker and
+    the composed answer.
+
+    Composing an answer takes milliseconds for each worker. So a thread composes one answer at a
+    time. If each scrape were answered separately on the event loop, a client with hundreds of
+    scrapes could block the requests of all others for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._composing = Turns()
+        self._begun = self._ended = 0
+        """Numbers of the last question that was begun, and of the last one that was answered."""
+        self._answers = _Answers(Snapshot([]))
+
+    async def answer(
+        self, ask: Callable[[], Awaitable[list[Series]]], accepted: str
+    ) -> tuple[bytes, str]:
+        """The content of an answer and its type. ``ask`` returns the present metrics. ``accepted``:
+        the header ``Accept`` of the scrape."""
+        encode, content_type = choose_encoder(accepted)
+        wanted = self._begun + 1
+        async with self._asking:
+            # Another scrape may have begun a question after this scrape had arrived.
+            if self._ended < wanted:
+                number = self._begun = self._begun + 1
+                self._answers, self._ended = _Answers(Snapshot(await ask())), number
+            answers = self._answers
+        content = await on_thread(self._composing, partial(answers.composed, encode, content_type))
+        return content, content_type
+
+
+class _Answers:
+    """The composed answers from one snapshot, by content type. One thread at a time uses them."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._composed: dict[str, bytes] = {}
+
+    def composed(self, encode: Callable[[Collector], bytes], content_type: str) -> bytes:
+        """The answer of a content type."""
+        content = self._composed.get(content_type)
+        if content is None:
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(self._snapshot)
+            content = self._composed[content_type] = encode(registry)
+        return content
 
 
 class Snapshot(Collector):

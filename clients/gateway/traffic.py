@@ -34,6 +34,9 @@ PROBES = frozenset({"/live", "/ready", "/health", "/health_generate", "/metrics"
 PART_BYTES = 64 * 1024
 """Maximum number of bytes of an answer that are sent at once. The next part is sent when the client
 has read most of the buffered parts."""
+MAX_SHOWN_PATH = 256
+"""Maximum number of characters of a request's path in the log and in spans. A path may have 64 KiB,
+and a client without an API key could otherwise fill all files of the log with some 600 requests."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -188,7 +191,10 @@ class _Request:
             self._method,
             context=TraceContextTextMapPropagator().extract(dict(headers)),
             kind=SpanKind.SERVER,
-            attributes={"http.request.method": self._method, "url.path": self._scope["path"]},
+            attributes={
+                "http.request.method": self._method,
+                "url.path": _shown(self._scope["path"]),
+            },
         )
 
     def __enter__(self) -> None:
@@ -214,7 +220,7 @@ class _Request:
             log.info("WebSocket at %s closed", path, extra=extra)
         else:
             level = logging.DEBUG if self._probe else logging.INFO
-            shown = (self._method, self._scope["path"], status, 1000 * duration_s)
+            shown = (self._method, _shown(self._scope["path"]), status, 1000 * duration_s)
             log.log(level, "%s %s %d, %.0f ms", *shown, extra=extra)
         span = self._span
         if span is None:
@@ -229,6 +235,11 @@ class _Request:
 
                 span.set_status(Status(StatusCode.ERROR))
         span.end()
+
+
+def _shown(path: str) -> str:
+    """A path for the log and for spans, shortened if it is long."""
+    return path if len(path) <= MAX_SHOWN_PATH else path[:MAX_SHOWN_PATH] + "…"
 
 
 def route_path(scope: Scope) -> str:

@@ -304,6 +304,20 @@ def test_a_gateways_users_may_call_only_the_tools_of_the_setting(general: list[s
     assert len(bench.calls("t2")) == 1
 
 
+def test_a_gateways_user_without_hello_may_call_only_the_tools_of_the_setting() -> None:
+    """A WebSocket without HELLO has a session that the broker cannot tell from a local client's.
+    The gateway names its group in each request, and marks each STATUS."""
+    bench = ToolBench()
+    bench.call(bench.begun(group="g"), "search")
+    assert bench.calls("t2") == []
+    assert [a.code for a in bench.answers()] == ["not_allowed"]
+    asked = {"stream_id": 99, "tools": ["search"], "own": True}
+    [*_, (kind, answer)] = bench.client("c", "STATUS", asked)
+    assert (kind, answer.get("code")) == ("ERROR", "not_allowed")
+    bench.call(bench.begun(2), "search")
+    assert bench.calls("t2") == [1]
+
+
 def test_a_call_passes_with_its_sender_and_its_owner(bench: ToolBench) -> None:
     bench.sent += bench.broker.on_keys({"ann": Allowed(public=KEY, tools=["*"])}, {}, bench.now)
     request = bench.begun(key=KEY, by="ben")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -62,6 +62,7 @@ class _Request:
     """The user of each counted stream."""
     bytes: dict[str, Held] = field(default_factory=dict)
     """The counted bytes by user. The user changes when the API key has been checked."""
+    ended: bool = False
 
 
 class UserShares:
@@ -104,6 +105,7 @@ class UserShares:
             # A task of the request may continue, and must not give back the same streams again.
             while request.streams:
                 self._give_back(request.streams.pop(), 1)
+            request.ended = True
             for held in request.bytes.values():
                 held.resize(0)
 
@@ -156,11 +158,19 @@ class UserShares:
     def take_bytes(self, size: int) -> None:
         """Counts ``size`` bytes of a request's body or answer until the request ends; raises
         UnavailableError."""
-        request = self._request.get()
-        if request is not None:
-            user = current_user.get()
-            held = request.bytes.setdefault(user, Held(self.memory, user))
-            held.resize(held.size + size)
+        self.holder()(size)
+
+    def holder(self) -> Callable[[int], None]:
+        """A function that counts bytes as ``take_bytes`` does, for the current request and user.
+        Any task may call the function. It counts nothing after the end of the request."""
+        request, user = self._request.get(), current_user.get()
+
+        def hold(size: int) -> None:
+            if request is not None and not request.ended:
+                held = request.bytes.setdefault(user, Held(self.memory, user))
+                held.resize(held.size + size)
+
+        return hold
 
     def _count(self, name: str, user: _User) -> None:
         self._users[name] = user
@@ -208,6 +218,7 @@ class SharedClient(AsyncClient):
         self._shares.take_stream()
         options.setdefault("by", current_user.get()[:MAX_NAME])
         stream = self._begun(prompt, record, options)
+        stream.hold = self._shares.holder()
         if options.get("controller"):
             self._shares.programs.add(stream)
         return stream

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenbus.clients.gateway import metrics
 from tokenbus.clients.gateway.metrics import FAMILIES, Snapshot, of_status
 from tokenbus.clients.gateway.traffic import Counts, route_path
 from tokenbus.protocol.header import decode_header, encode_header, waited_flags
@@ -92,6 +95,53 @@ def _rounds(meter: Meter, count: int) -> list[float | None]:
         meter.end(began, time.perf_counter() - at)
         begun.append(began)
     return begun
+
+
+@pytest.mark.anyio
+async def test_scrapes_at_the_same_time_share_a_question_and_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, composed = [], []
+
+    async def ask() -> list[Series]:
+        asked.append(0)
+        await asyncio.sleep(0)
+        return []
+
+    def compose(_: Any) -> bytes:
+        composed.append(threading.current_thread())
+        return b"%d" % len(composed)
+
+    monkeypatch.setattr(metrics, "choose_encoder", lambda accepted: (compose, accepted))
+    scrapes = metrics.Scrapes()
+    answers = await asyncio.gather(*(scrapes.answer(ask, "text") for _ in range(50)))
+    # The first question was begun before the other scrapes arrived, so its answer may be too old
+    # for them.
+    assert [content for content, _ in answers] == [b"1"] + [b"2"] * 49
+    assert (len(asked), len(composed)) == (2, 2)
+    assert threading.current_thread() not in composed
+    assert await scrapes.answer(ask, "text") == (b"3", "text")
+
+
+@pytest.mark.anyio
+async def test_a_scrape_that_is_cancelled_does_not_answer_others() -> None:
+    blocked = asyncio.Event()
+
+    async def never() -> list[Series]:
+        await blocked.wait()
+        raise AssertionError
+
+    async def ask() -> list[Series]:
+        return [Series("up", {}, 1.0)]
+
+    scrapes = metrics.Scrapes()
+    first = asyncio.create_task(scrapes.answer(never, ""))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(scrapes.answer(ask, ""))
+    await asyncio.sleep(0)
+    first.cancel()
+    content, _ = await second
+    assert b"tokenbus:up 1.0" in content
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.001, 1.5, 3600.0])

@@ -11,14 +11,16 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
+from msgspec.structs import replace
 from tokenbus.clients import AsyncStream
 from tokenbus.clients.gateway.errors import ApiError, UserLimitError
 from tokenbus.clients.gateway.users.open_programs import OpenPrograms
 from tokenbus.clients.gateway.users.turns import current_user
-from tokenbus.clients.gateway.users.user_shares import UserShares
+from tokenbus.clients.gateway.users.user_shares import SharedClient, UserShares
 from tokenbus.protocol.errors import UnavailableError
 
 from ...processes import Bus, Gateway
+from ..test_columns import Unconnected, entries
 from .stepped import WAIT_S, SteppedWorker, stepped_worker
 
 MOST = 6
@@ -128,6 +130,28 @@ def test_a_task_that_continues_after_its_request_adds_no_program() -> None:
     with pytest.raises(ApiError) as caught:
         programs.stream("first")
     assert caught.value.status == 404
+
+
+@pytest.mark.anyio
+async def test_the_outputs_of_a_program_count_until_its_request_ends() -> None:
+    shares = UserShares(4, 1000)
+    client = SharedClient("ipc:///not/there", shares, 100)
+    connection = client._connection = Unconnected()
+    as_user("ann")
+    with shares.request():
+        stream = client.generate([1])
+        call = stream._call
+        [first, second, third] = entries(0, 3)
+        call.take([replace(first, logs="x" * 100, messages=["x" * 200])])
+        assert shares.memory.free == 700
+        call.take([second])
+        assert connection.cancelled == []
+        call.take([replace(third, messages=["x" * 500])])
+        assert connection.cancelled == [call]
+        with pytest.raises(UserLimitError):
+            await stream.wait()
+        assert stream.sequences[0].tokens == [0, 1]
+    assert shares.memory.free == 1000
 
 
 def test_a_request_gives_back_all_that_it_took() -> None:

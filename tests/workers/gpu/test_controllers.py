@@ -632,3 +632,43 @@ def test_the_logs_of_a_suspended_sequence_are_sent_in_order(bench: Bench) -> Non
     bench.send(StepResult(1, 0, "stop", logs="4"))
     bench.step()
     assert [(o.pos, o.logs) for o in bench.received[1]] == [(0, "123"), (1, "4")]
+
+
+@pytest.mark.parametrize("field", ["logs", "storage"])
+def test_the_long_notes_of_a_suspended_sequence_are_sent_without_a_token(
+    bench: Bench, field: str
+) -> None:
+    """Otherwise they would stay in the worker's memory, where they count for no client."""
+    written: dict[str, Any] = {"logs": "x" * 10_000, "storage": [{"WriteVar": "x" * 10_000}]}
+    bench.add(1, PROMPT, GREEDY)
+    for _ in range(5):
+        bench.send(StepResult(1, 0, "suspend", **{field: written[field]}))
+        bench.step()
+    sent = [o for o in bench.received[1] if getattr(o, field)]
+    assert [len(getattr(o, field)) for o in sent] == [2 * len(written[field])] * 2
+    assert all(o.is_report for o in sent)
+    bench.send(StepResult(1, 0, "sample", logs="last"))
+    bench.step()
+    [*_, last] = [o for o in bench.received[1] if o.token is not None]
+    assert getattr(last, field) == (written | {"logs": "x" * 10_000 + "last"})[field]
+
+
+def test_the_sequences_of_many_ended_requests_are_removed_together(bench: Bench) -> None:
+    """The table of awaited decisions would otherwise be searched once for each request."""
+    steering = bench.steering
+    for request in range(8):
+        bench.add(request, PROMPT, GREEDY)
+    table = steering._awaited
+    for request in range(4):
+        bench.engine.abort(request)
+        steering.forget(request)
+        assert steering._awaited is table
+    bench.now += 10_000.0
+    assert {output.request for output in steering.expire()} <= set(range(4, 8))
+    bench.add(0, PROMPT, GREEDY)
+    assert (0, 0) in steering._awaited
+    assert (1, 0) not in steering._awaited
+    for request in (0, *range(4, 8)):
+        bench.engine.abort(request)
+        steering.forget(request)
+    bench.check_nothing_is_left()

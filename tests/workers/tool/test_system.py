@@ -3,6 +3,7 @@ dies."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tokenbus.protocol.scripts import marked_script
+from websockets.sync.client import connect
 
 from ...clients.test_cli import tokenbus
 from ...processes import Bus, Gateway, Process, until
@@ -80,13 +82,26 @@ def test_a_script_calls_tools_and_catches_their_errors(steered: Bus, tool: Proce
     assert tool.wait() == 3
 
 
+CALL = {
+    "controller": "gh:microsoft/aici/jsctrl",
+    "controller_arg": 'async function main(ctx) { await ctx.call("add", { a: 1 }); }',
+}
+
+
 def test_the_users_of_a_gateway_may_not_call_tools_by_default(
     gateway: Gateway, tool: Process
 ) -> None:
-    body = {
-        "controller": "gh:microsoft/aici/jsctrl",
-        "controller_arg": 'async function main(ctx) { await ctx.call("add", { a: 1 }); }',
-        "prompt": "",
-    }
-    answer = httpx.post(f"{gateway.url}/v1/run", json=body, timeout=120.0)
+    answer = httpx.post(f"{gateway.url}/v1/run", json={**CALL, "prompt": ""}, timeout=120.0)
     assert "may not call the tool 'add'" in answer.text
+
+
+def test_a_websocket_without_hello_may_not_call_tools_by_default(
+    gateway: Gateway, tool: Process
+) -> None:
+    with connect(gateway.ws_url) as socket:
+        request = {**CALL, "stream_id": 1, "prompt": [263], "max_tokens": 4}
+        socket.send(f"GENERATE {json.dumps(request)}")
+        answer = socket.recv(120.0)
+        while '"finish_reason":"' not in str(answer):
+            answer = socket.recv(120.0)
+    assert "may not call the tool 'add'" in str(answer)

@@ -7,7 +7,8 @@ the entry is sent again in msgpack, the packed bytes are copied without decoding
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from msgspec import Raw, msgpack, structs
 
@@ -42,7 +43,20 @@ def pack(entry: Token) -> int:
     return size
 
 
-def written_bytes(entry: Token) -> int:
+class Written(Protocol):
+    """The outputs of a program other than tokens, for example in an entry."""
+
+    @property
+    def logs(self) -> str: ...
+
+    @property
+    def storage(self) -> Sequence[Any]: ...
+
+    @property
+    def messages(self) -> Sequence[str]: ...
+
+
+def written_bytes(entry: Written) -> int:
     """Number of bytes of the logs, the messages and the writes of a program in an entry."""
     size = len(entry.logs) + sum(map(len, entry.messages))
     return size + len(msgpack.encode(entry.storage)) if entry.storage else size

@@ -98,6 +98,8 @@ class Steering:
         self._clock = clock
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
+        self._ended: set[int] = set()
+        """The ended requests whose sequences have not been removed from ``_awaited``."""
         self._awaited: dict[Key, float] = {}
         """The sequences whose decisions have not arrived, each with the time after which its
         decision is overdue. The time is ``inf`` for a sequence that is suspended, waits for scores,
@@ -145,6 +147,8 @@ class Steering:
                 path="$.controller_arg",
             ) from None
         eos = frozenset(() if start.ignore_eos else start.vocabulary.eos)
+        if request in self._ended:
+            self._sweep()
         steered = Steered(engine, eos, link, start.attempt, inspect=start.inspect)
         self._requests[request] = steered
         steered.given.update(given or {})
@@ -187,12 +191,22 @@ class Steering:
         steered = self._requests.pop(request, None)
         if steered is None:
             return
-        self._awaited = {key: due for key, due in self._awaited.items() if key[0] != request}
         self._forks = {key: kept for key, kept in self._forks.items() if key[0] != request}
         self._behind = {key: fork for key, fork in self._behind.items() if key[0] != request}
         self._runs = {key: run for key, run in self._runs.items() if key[0] != request}
+        # This table may have tens of thousands of suspended sequences, and hundreds of requests may
+        # end at once. So the table is not searched for each request.
+        self._ended.add(request)
+        if len(self._ended) > len(self._requests):
+            self._sweep()
         if steered.same_machine:
             self._files.close(steered.worker, steered.engine.mask_words)
+
+    def _sweep(self) -> None:
+        """Removes the sequences of ended requests from ``_awaited``."""
+        ended = self._ended
+        self._awaited = {key: due for key, due in self._awaited.items() if key[0] not in ended}
+        ended.clear()
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -269,7 +283,9 @@ class Steering:
         self._next_check = now + CHECK_S
         ends: list[TokenOutput] = []
         for key in [key for key, due in self._awaited.items() if due <= now]:
-            steered = self._requests[key[0]]
+            steered = self._requests.get(key[0])
+            if steered is None:
+                continue
             text = f"the controller worker did not send a decision within {self._timeout_s:g} s"
             log.warning("request %d, sequence %d: %s", *key, text, extra=about(key[0]))
             ends += self._fail(steered, key, text, Code.CONTROLLER_FAILED)
@@ -397,7 +413,8 @@ class Steering:
         decision."""
         for key in step.ready if self._forks else ():
             self._make_forks(key)
-        return [key for key in step.ready if key in self._awaited]
+        ended = self._ended
+        return [key for key in step.ready if key in self._awaited and key[0] not in ended]
 
     def _make_forks(self, key: Key) -> None:
         """Applies the decisions that waited for the logits of a sequence. Called when the sequence
