@@ -359,11 +359,12 @@ class AsyncStream(_Reader):
     def _holds(self, arrived: Sequence[Event]) -> bool:
         """Whether ``hold`` has room for the outputs of a program in these events. The first output
         that does not fit ends the stream."""
-        size = sum(_output_bytes(one) for one in arrived if isinstance(one, Token))
-        if not size or self.hold is None:
+        if self.hold is None:
             return True
+        size = sum(_output_bytes(one) for one in arrived if isinstance(one, Token))
         try:
-            self.hold(size)
+            if size:
+                self.hold(size)
         except TokenbusError as error:
             self._overflow(error)
             return False
