@@ -11,6 +11,8 @@ from tokenbus.inprocess import InProcess
 from tokenbus.protocol.settings import Settings
 from tokenbus.transport.dealer import AddressError
 
+from ..processes import until
+
 PROMPT = "def add(a, b):"
 
 
@@ -49,7 +51,7 @@ def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(ServiceError, match="gpu worker"):
         InProcess(Settings(run_dir=str(tmp_path), model=str(tmp_path)), controllers=False).start()
-    assert threading.active_count() <= before
+    until(lambda: threading.active_count() <= before, 300.0, "the end of all threads")
 
 
 def test_an_address_of_no_system_is_refused() -> None:
