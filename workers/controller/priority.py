@@ -11,11 +11,16 @@ in the worker's session, with the other processes of the system. There are two e
 these processes become separate sessions. If the worker leads a session, the session probably has no
 other process of the system. And only a process with the right to raise priorities can end
 ``SCHED_IDLE``, while the nice value of a session needs no right.
+
+Within a session, each running call of a process has a thread of its own. If a process uses much CPU
+time, its nice value grows with the number of its calls. All its calls together then weigh about as
+much as one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -25,6 +30,15 @@ from pathlib import Path
 CLIENT_NICENESS = 5
 """The nice value of the processes that run or compile clients' code. If the cores are busy, such a
 process gets a third of the CPU time that a process of the system gets, for example the broker."""
+HEAVY_SHARE = 0.75
+"""A process uses much CPU time if it uses more than this share of a core's time."""
+HEAVY_CHECKS = 20
+"""Number of calls of ``watch``, one each 0.05 s, for which a process counts as using much CPU time
+after it has used less."""
+MAX_NICENESS = 19
+"""The highest nice value, which is that of a process with more than 20 running calls."""
+NICENESS_RATIO = 1.25
+"""The factor by which the kernel divides a thread's weight for each further nice value."""
 LOW_NICENESS = 15
 """The nice value of a guest process's session during a long call. If the cores are busy, the
 session gets a thirtieth of the CPU time that a session of the system gets."""
@@ -77,15 +91,37 @@ class Priority:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._low = False
+        self._niceness = CLIENT_NICENESS
+        self._calls = 1
+        """The number of running calls, or half of the last value if that is larger."""
+        self._heavy = 0
+        """Number of further calls of ``watch`` for which the process counts as using much CPU
+        time."""
 
-    def watch(self, share: float, call_s: float | None) -> None:
+    def watch(self, share: float, call_s: float | None, calls: int = 1) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
         the last call of this method. ``call_s``: seconds for which the oldest call in the process
-        has run, not counting its waits for answers; None if no call runs."""
+        has run, not counting its waits for answers; None if no call runs. ``calls``: number of
+        running calls."""
+        self._calls = max(1, calls, self._calls // 2)
+        self._heavy = HEAVY_CHECKS if share > HEAVY_SHARE else max(0, self._heavy - 1)
+        self._divide(self._calls if self._heavy else 1)
         if call_s is None or (call_s > STARVED_S and share < STARVED_SHARE):
             self._set(False)
         elif call_s > LONG_S and share > MIN_SHARE:
             self._set(True)
+
+    def _divide(self, calls: int) -> None:
+        """Divides the weight of one call among ``calls`` threads, in a session with processes of
+        the system."""
+        more = math.ceil(math.log(calls, NICENESS_RATIO))
+        niceness = min(CLIENT_NICENESS + more, MAX_NICENESS)
+        if niceness != self._niceness and _MAY_RAISE:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(self._pid) != self._pid:
+                    # This sets the nice values of all threads of the process.
+                    os.setpriority(os.PRIO_PGRP, self._pid, niceness)
+            self._niceness = niceness
 
     def _set(self, low: bool) -> None:
         if low == self._low:

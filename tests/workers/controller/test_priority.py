@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 import pytest
 from tokenbus.workers.controller import priority
-from tokenbus.workers.controller.priority import CLIENT_NICENESS, LOW_NICENESS, STARVED_S, Priority
+from tokenbus.workers.controller.priority import (
+    CLIENT_NICENESS,
+    HEAVY_CHECKS,
+    LOW_NICENESS,
+    STARVED_S,
+    Priority,
+)
 
 from ...processes import until
 from .guests.remote_guests import CALM, Sequence, running, stop
@@ -108,6 +114,29 @@ def test_a_call_that_gets_little_cpu_time_has_the_usual_priority_again(pid: int)
     becomes(watched, pid, True, 0.9, STARVED_S + 1)
     becomes(watched, pid, False, 0.02, STARVED_S + 2)
     becomes(watched, pid, False, 0.15, STARVED_S + 3)
+
+
+def test_the_calls_of_a_busy_process_together_weigh_as_much_as_one(pid: int) -> None:
+    watched = Priority(pid)
+    shared = priority._MAY_RAISE and os.getsid(pid) != pid
+    watched.watch(0.5, 0.01, 64)
+    assert seen(pid).nice == CLIENT_NICENESS
+    watched.watch(1.5, 0.01, 64)
+    assert seen(pid).nice == CLIENT_NICENESS + 14 * shared
+    # The nice value stays for a while, so it does not depend on a moment without calls.
+    for _ in range(HEAVY_CHECKS - 1):
+        watched.watch(0.1, 0.01, 64)
+        assert seen(pid).nice == CLIENT_NICENESS + 14 * shared
+    watched.watch(0.1, 0.01, 64)
+    assert seen(pid).nice == CLIENT_NICENESS
+
+
+def test_the_nice_value_grows_with_the_number_of_calls(pid: int) -> None:
+    watched = Priority(pid)
+    shared = priority._MAY_RAISE and os.getsid(pid) != pid
+    for calls, more in ((1, 0), (2, 4), (8, 10), (64, 14), (0, 14), (0, 13), (0, 10)):
+        watched.watch(1.5, 0.01, calls)
+        assert seen(pid).nice == CLIENT_NICENESS + more * shared
 
 
 def test_a_value_that_the_kernel_refuses_is_set_later(

@@ -327,7 +327,8 @@ class GuestProcess:
         used_s, served_s = seen.cpu_s - before.cpu_s, seen.served_s - before.served_s
         running = list(self._running.values())
         calls_s = [0.0 if each.paused else now_s - each.began_s for each in running]
-        self._priority.watch(used_s / (now_s - before.at_s), max(calls_s, default=None))
+        share = used_s / (now_s - before.at_s)
+        self._priority.watch(share, max(calls_s, default=None), len(running))
         self._excess_s = max(0.0, self._excess_s + used_s - served_s)
         if self._excess_s > EXCESS_S:
             self._kill_compromised("it used CPU time without a call")
