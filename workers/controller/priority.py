@@ -44,7 +44,7 @@ LOW_NICENESS = 15
 session gets a thirtieth of the CPU time that a session of the system gets."""
 LONG_S = 0.05
 """Seconds after which a call counts as long."""
-STARVED_S = 5.0
+STARVED_S = 1.0
 """Seconds after which a long call that gets little CPU time has the usual priority again. With a
 low priority on a machine without free cores, the call could exceed the time limits of its
 request."""
