@@ -634,25 +634,6 @@ def test_the_logs_of_a_suspended_sequence_are_sent_in_order(bench: Bench) -> Non
     assert [(o.pos, o.logs) for o in bench.received[1]] == [(0, "123"), (1, "4")]
 
 
-@pytest.mark.parametrize("field", ["logs", "storage"])
-def test_the_long_notes_of_a_suspended_sequence_are_sent_without_a_token(
-    bench: Bench, field: str
-) -> None:
-    """Otherwise they would stay in the worker's memory, where they count for no client."""
-    written: dict[str, Any] = {"logs": "x" * 10_000, "storage": [{"WriteVar": "x" * 10_000}]}
-    bench.add(1, PROMPT, GREEDY)
-    for _ in range(5):
-        bench.send(StepResult(1, 0, "suspend", **{field: written[field]}))
-        bench.step()
-    sent = [o for o in bench.received[1] if getattr(o, field)]
-    assert [len(getattr(o, field)) for o in sent] == [2 * len(written[field])] * 2
-    assert all(o.is_report for o in sent)
-    bench.send(StepResult(1, 0, "sample", logs="last"))
-    bench.step()
-    [*_, last] = [o for o in bench.received[1] if o.token is not None]
-    assert getattr(last, field) == (written | {"logs": "x" * 10_000 + "last"})[field]
-
-
 def test_the_sequences_of_many_ended_requests_are_removed_together(bench: Bench) -> None:
     """The table of awaited decisions would otherwise be searched once for each request."""
     steering = bench.steering

@@ -7,8 +7,7 @@ the entry is sent again in msgpack, the packed bytes are copied without decoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Raw, msgpack, structs
 
@@ -43,20 +42,7 @@ def pack(entry: Token) -> int:
     return size
 
 
-class Written(Protocol):
-    """The outputs of a program other than tokens, for example in an entry."""
-
-    @property
-    def logs(self) -> str: ...
-
-    @property
-    def storage(self) -> Sequence[Any]: ...
-
-    @property
-    def messages(self) -> Sequence[str]: ...
-
-
-def written_bytes(entry: Written) -> int:
+def written_bytes(entry: Token) -> int:
     """Number of bytes of the logs, the messages and the writes of a program in an entry."""
     size = len(entry.logs) + sum(map(len, entry.messages))
     return size + len(msgpack.encode(entry.storage)) if entry.storage else size

@@ -14,14 +14,7 @@ from ..engine.engine import Engine
 from ..engine.sequence import TokenOutput
 from ..sampling.distributions import LOWEST
 from .mask_file import MaskFile
-from .packed_fields import written_bytes
 from .resumption import Given
-
-MAX_NOTES_BYTES = 16 * 1024
-"""Maximum number of bytes of the notes that wait for the next token of their sequence. Beyond this
-bound, the notes are sent at once, in an entry without a token. Only sent entries count towards the
-client's share of the memory (``stored_bytes.py``). A suspended sequence may not get a token for
-hours, and its logs may have a megabyte."""
 
 
 class Notes(NamedTuple):
@@ -34,8 +27,6 @@ class Notes(NamedTuple):
     """Texts for the client."""
     waiting: int = 0
     """The number of the client's input that the controller waits for (``Token.waiting``)."""
-    num_bytes: int = 0
-    """Number of bytes of the logs, the writes and the texts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,16 +118,12 @@ class Steered:
                 [*before.storage, *storage],
                 [*before.messages, *messages],
                 one.awaits,
-                before.num_bytes + written_bytes(Notes(logs, storage, messages)),
             )
 
     def has_report(self, seq: int) -> bool:
-        """Whether the notes of a sequence must be sent now: they are long or have texts for the
-        client, or the sequence waits for an input of the client."""
+        """Whether a sequence has texts for the client, or waits for an input of the client."""
         notes = self.notes.get(seq)
-        if notes is None:
-            return False
-        return bool(notes.messages or notes.waiting) or notes.num_bytes > MAX_NOTES_BYTES
+        return notes is not None and bool(notes.messages or notes.waiting)
 
     def repeats(self, output: TokenOutput) -> bool:
         """Whether the client already has an output, because a restarted controller repeats it. Only
