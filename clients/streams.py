@@ -11,8 +11,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from msgspec import json
-
 from ..protocol.columns import plain_entry
 from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError
 from ..protocol.messages import MAX_INPUT_BYTES, Msg, System, Token
@@ -31,12 +29,6 @@ def check_input(text: object) -> None:
     if size > MAX_INPUT_BYTES:
         what = f"the input has {size} bytes; at most {MAX_INPUT_BYTES} are allowed"
         raise RequestError(Code.TOO_LARGE, what)
-
-
-def _output_bytes(entry: Token) -> int:
-    """Number of bytes of the logs, the messages and the writes of a program in an entry."""
-    size = len(entry.logs) + sum(map(len, entry.messages))
-    return size + len(json.encode(entry.storage)) if entry.storage else size
 
 
 class _Reader:
@@ -361,7 +353,7 @@ class AsyncStream(_Reader):
         that does not fit ends the stream."""
         if self.hold is None:
             return True
-        size = sum(_output_bytes(one) for one in arrived if isinstance(one, Token))
+        size = sum(one.written_bytes for one in arrived if isinstance(one, Token))
         try:
             if size:
                 self.hold(size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field, msgpack
 
 from .errors import Code, RequestError
 from .metrics import Series
@@ -689,6 +689,12 @@ class Token(Struct, kw_only=True, omit_defaults=True):
         the request again, it may send the same messages in more or in fewer entries."""
         changes = self.token is not None or self.backtrack or self.prompt or self.is_input
         return not changes and self.parent is None and self.finish_reason is None
+
+    @property
+    def written_bytes(self) -> int:
+        """Number of bytes of the logs, the messages and the writes of a program."""
+        size = len(self.logs) + sum(map(len, self.messages))
+        return size + len(msgpack.encode(self.storage)) if self.storage else size
 
     @property
     def is_input(self) -> bool:

@@ -42,12 +42,6 @@ def pack(entry: Token) -> int:
     return size
 
 
-def written_bytes(entry: Token) -> int:
-    """Number of bytes of the logs, the messages and the writes of a program in an entry."""
-    size = len(entry.logs) + sum(map(len, entry.messages))
-    return size + len(msgpack.encode(entry.storage)) if entry.storage else size
-
-
 def unpacked(entry: Token) -> Token:
     """The entry as it was before ``pack``; floats have the same bits as before. Returns ``entry``
     itself if no field is packed."""

@@ -32,7 +32,7 @@ from ....protocol.worker_messages import Journal
 from ..engine.sequence import PromptUsage
 from ..sampling.candidates import Candidate
 from .model_metrics import ModelMetrics
-from .packed_fields import pack, unpacked, written_bytes
+from .packed_fields import pack, unpacked
 
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ class Stream:
         for entry in entries:
             packed = pack(entry)
             self.packed_bytes += packed
-            written = written_bytes(entry)
+            written = entry.written_bytes
             self.written_bytes += written
             self.num_long += packed + written > 0
 
