@@ -27,7 +27,6 @@ from tokenbus.protocol.worker_messages import (
     StepSequence,
     TokenizerAnswer,
     Variable,
-    VariableAnswer,
     VocabularyName,
 )
 from tokenbus.workers.bus import FromBus
@@ -387,22 +386,6 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     Reads.ended.set()
     until(lambda: Reads.errors, BOUND_S, "the operation fails")
     assert Reads.errors == ["the request 1 has ended, so its variables were dropped"]
-
-
-def test_an_attempt_that_has_ended_does_not_take_the_answer_of_the_next_one() -> None:
-    sent = threading.Event()
-    calls = VariableCalls(lambda frames, link: sent.set())
-    operation = Variable(1, 0, 1, "get", "name")
-    answers: list[VariableAnswer] = []
-    thread = threading.Thread(target=lambda: answers.append(calls.perform(operation)), daemon=True)
-    thread.start()
-    assert sent.wait(BOUND_S)
-    with pytest.raises(ControllerError, match="the request 1 has ended"):
-        calls.perform(operation, ended=lambda: True)
-    answer = VariableAnswer(1, 0, 1, version=3)
-    calls.on_answer(msgpack.encode(answer))
-    thread.join(BOUND_S)
-    assert answers == [answer]
 
 
 def test_operations_of_a_request_that_ended_wait_no_longer() -> None:

@@ -209,6 +209,23 @@ def test_an_attempt_that_ends_leaves_the_same_operation_of_the_next_attempt_its_
     assert answers == [done]
 
 
+def test_an_attempt_that_has_ended_does_not_take_the_answer_of_the_next_attempt() -> None:
+    """The next attempt already waits for the same operation when the ended one begins it."""
+    operation = Variable(1, 0, 1, "get", "name")
+    done = VariableAnswer(1, 0, 1, version=1)
+    posted = threading.Event()
+    calls = VariableCalls(lambda frames, link: posted.set())
+    answers: list[VariableAnswer] = []
+    later = threading.Thread(target=lambda: answers.append(calls.perform(operation)))
+    later.start()
+    assert posted.wait(BOUND_S)
+    with pytest.raises(ControllerError, match="has ended"):
+        calls.perform(operation, lambda: True)
+    calls.on_answer(encode_body(done, "msgpack"))
+    later.join()
+    assert answers == [done]
+
+
 def test_an_operation_that_may_succeed_later_is_sent_again_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
