@@ -80,7 +80,6 @@ def lower_priority() -> None:
             os.setpgid(0, 0)
         else:
             os.setsid()
-            _set_autogroup(os.getpid(), CLIENT_NICENESS)
     os.nice(CLIENT_NICENESS)
 
 
@@ -90,10 +89,8 @@ class Priority:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._low = False
-        self._niceness = CLIENT_NICENESS
-        self._calls = 1
-        """The number of running calls, or half of the last value if that is larger."""
+        self._low: bool | None = None
+        """Whether the priority is lowered; None until it is first set."""
         self._heavy = 0
         """Number of further calls of ``watch`` for which the process counts as using much CPU
         time."""
@@ -103,9 +100,15 @@ class Priority:
         the last call of this method. ``call_s``: seconds for which the oldest call in the process
         has run, not counting its waits for answers; None if no call runs. ``calls``: number of
         running calls."""
-        self._calls = max(1, calls, self._calls // 2)
-        self._heavy = HEAVY_CHECKS if share > HEAVY_SHARE else max(0, self._heavy - 1)
-        self._divide(self._calls if self._heavy else 1)
+        if self._low is None:
+            self._set(False)
+        if share > HEAVY_SHARE:
+            self._heavy = HEAVY_CHECKS
+            self._divide(max(1, calls))
+        elif self._heavy:
+            self._heavy -= 1
+            if not self._heavy:
+                self._divide(1)
         if call_s is None or (call_s > STARVED_S and share < STARVED_SHARE):
             self._set(False)
         elif call_s > LONG_S and share > MIN_SHARE:
@@ -116,12 +119,10 @@ class Priority:
         the system."""
         more = math.ceil(math.log(calls, NICENESS_RATIO))
         niceness = min(CLIENT_NICENESS + more, MAX_NICENESS)
-        if niceness != self._niceness and _MAY_RAISE:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(self._pid) != self._pid:
-                    # This sets the nice values of all threads of the process.
-                    os.setpriority(os.PRIO_PGRP, self._pid, niceness)
-            self._niceness = niceness
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if _MAY_RAISE and os.getsid(self._pid) != self._pid:
+                # This sets the nice values of all threads of the process.
+                os.setpriority(os.PRIO_PGRP, self._pid, niceness)
 
     def _set(self, low: bool) -> None:
         if low == self._low:

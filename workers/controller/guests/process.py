@@ -315,9 +315,9 @@ class GuestProcess:
                 self._check(running, now_s)
 
     def watch_usage(self, now_s: float) -> None:
-        """Lowers the priority of the process during a long call. Kills the process if it uses CPU
-        time beyond the duration of its requests, or has too many threads. Such a process runs code
-        that does not belong to a request."""
+        """Lowers the priority of the process during a long call, or if it uses much CPU time. Kills
+        the process if it uses CPU time beyond the duration of its requests, or has too many
+        threads. Such a process runs code that does not belong to a request."""
         before = self._seen
         if now_s - before.at_s < WATCHED_S:
             return
